@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help fuzz env demo demo-elastic demo-openrlhf check quick test test-all test-heavy test-long test-verl test-vllm test-vllm-next test-environments test-versions test-openrlhf test-fleet \
+.PHONY: help fuzz env demo demo-elastic demo-openrlhf check quick test test-all test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-fleet \
 	test-rdma test-gpu bench-gpu test-sim chaos mutants lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
@@ -21,7 +21,7 @@ IN_ENV = [ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: install it
 # One of recipes/environments. OpenRLHF needs its own: it pins a transformers that verl refuses.
 ENVIRONMENT = verl-cpu
 demo-openrlhf test-openrlhf bench-openrlhf-stall: ENVIRONMENT = openrlhf-cpu
-test-vllm-next: ENVIRONMENT = vllm-next-cpu
+test-vllm-in-%: ENVIRONMENT = $*
 
 # The rules about the code, pure machines and what they stand on; nothing here starts a process.
 QUICK = $(addprefix tests/core/,test_architecture.py test_conventions.py test_docstrings.py test_tour.py hub/test_hub.py \
@@ -83,9 +83,18 @@ test-environments: ## resources refused one by one, names that nobody resolves, 
 test-versions: ## what the adapters use of vLLM, in the sources of every version that is promised (fetched once)
 	@$(IN_ENV); python -m pytest -v tests/versions
 
-test-vllm-next: ## all tests of vLLM alone with a newer vLLM, in its own environment
+# The environments of vLLM 0.24, 0.29 and 0.32, and what shows every entrance of the adapter in them: the load format, the worker
+# extension, updates, the first version, SIGTERM, vLLM's own weight transfer and pauses, a server that is asked from outside.
+# With the newest all that there is of vLLM alone, as `make test` and `test-vllm` do with 0.29.
+VLLM_VERSIONS = vllm-0.24-cpu verl-cpu vllm-next-cpu
+VLLM_TESTS = $(patsubst %,tests/adapters/test_vllm_%.py,plugin loader updates first_version sigterm transfer serve external_serve)
+test-vllm-in-vllm-next-cpu: VLLM_TESTS = tests/adapters/test_vllm_*.py
+
+test-vllm-versions: $(addprefix test-vllm-in-,$(VLLM_VERSIONS)) ## real engines of vLLM 0.24, 0.29 and 0.32, each in its own environment
+
+test-vllm-in-%:
 	@$(IN_ENV); export OMP_NUM_THREADS=1
-	python -m pytest -v tests/adapters/test_vllm_*.py
+	python -m pytest -v $(VLLM_TESTS)
 
 test-openrlhf: ## the tests that run OpenRLHF, in its own environment
 	@$(IN_ENV); export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PYTHONPATH="$$PWD/recipes/cpu/openrlhf"

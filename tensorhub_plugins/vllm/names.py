@@ -46,6 +46,11 @@ def run_with(framework: str) -> tuple[str, ...]:
     return tuple(minor for minor, how in VERSIONS[framework].items() if how == RUN)
 
 
+def listed(minors: tuple[str, ...], last: str = "and") -> str:
+    """Return them as a sentence has them: 0.24, 0.29 and 0.32."""
+    return f" {last} ".join(filter(None, (", ".join(minors[:-1]), minors[-1])))
+
+
 def check_version(version: str, *, first: str = "", what: str = "tensorhub") -> None:
     """Raise UsageError unless the adapter is written for that vLLM version. first: what this part of it needs."""
     minors = list(VERSIONS["vllm"])

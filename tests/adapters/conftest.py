@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tensorhub_plugins.core import Server, start_server
+from tensorhub_plugins.core import Server, UsageError, start_server
+from tensorhub_plugins.vllm import names
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
     """The folder of a tiny model of this kind whose random weights come from this seed."""
-    from vllm_engines import make_model
+    from vllm_engines import make_model, why_not
 
     made: dict[tuple[str, int], Path] = {}
 
     def get(kind: str, seed: int) -> Path:
+        if reason := why_not(kind):
+            pytest.skip(reason)
         if (kind, seed) not in made:
             made[kind, seed] = make_model(kind, tmp_path_factory.mktemp(f"{kind}-{seed}"), seed)
         return made[kind, seed]
@@ -53,6 +56,17 @@ def bare(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
         return folder
 
     return get
+
+
+@pytest.fixture(scope="session")
+def weight_transfer() -> None:
+    """Skip where the installed vLLM is older than the weight transfer that the adapter is written for."""
+    version = names.installed_version()
+    assert version is not None
+    try:
+        names.check_version(version, first=names.WEIGHT_TRANSFER_FIRST, what="its weight transfer")
+    except UsageError as refusal:
+        pytest.skip(str(refusal))
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from vllm_servers import make_two_models
 
 from recipes.vllm_serve.__main__ import SERVER_OPTIONS, environment_for, free_port, stop, until
 from tensorhub_plugins.core import Client, start_server
-from tensorhub_plugins.vllm.weight_transfer import TensorHubTrainerInitInfo
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -79,7 +78,9 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def serving(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Client]]:
+def serving(
+    weight_transfer: None, models: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Client]]:
     """A server that started from version 1 of the store, and the trainer that published it."""
     out = tmp_path_factory.mktemp("serve")
     with ExitStack() as stack:
@@ -181,6 +182,8 @@ def test_vllms_own_trainer_factory_updates_the_server(
         WeightTransferTrainerFactory,
     )
 
+    from tensorhub_plugins.vllm.weight_transfer import TensorHubTrainerInitInfo
+
     server, _ = serving
     before = server.request()["token_ids"]
     new = 1 - expected.index(before)
@@ -195,7 +198,7 @@ def test_vllms_own_trainer_factory_updates_the_server(
     engine.shutdown()
 
 
-def test_the_recipe_trains_and_both_servers_follow(tmp_path: Path) -> None:
+def test_the_recipe_trains_and_both_servers_follow(weight_transfer: None, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "recipes.vllm_serve", "--steps", "4", "--out", str(tmp_path / "out")]
     environment = as_a_person(dict(os.environ))
     ended = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=ROOT, env=environment)

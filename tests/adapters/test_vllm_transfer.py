@@ -40,7 +40,7 @@ def answers(models: Any) -> Callable[[int], tuple[list[list[int]], list[list[int
 
 
 @pytest.mark.smoke
-def test_a_version_is_a_whole_number() -> None:
+def test_a_version_is_a_whole_number(weight_transfer: None) -> None:
     from tensorhub_plugins.vllm.weight_transfer import number_of
 
     for wrong in (1.7, "1.7", True, -1, None, "newest"):
@@ -60,7 +60,7 @@ def start(model: Path, hub: Server, extra: dict[str, Any], **options: Any) -> En
 
 
 @pytest.fixture
-def engine(models: Any, hub: Server) -> Iterator[Engine]:
+def engine(weight_transfer: None, models: Any, hub: Server) -> Iterator[Engine]:
     """It was started from disk, knows no hub, and takes weights by vLLM's own calls."""
     options = {"load_format": "tensorhub", "model_loader_extra_config": {"disk": "only"}, **BLOCKS}
     with Engine(
@@ -127,6 +127,7 @@ def test_without_us_a_stale_prefix_cache_answers(models: Any, answers: Any, bare
             assert engine.generate(CACHED) != answers(2)[1]
 
 
+@pytest.mark.usefixtures("weight_transfer")
 def test_an_update_that_fails_half_way_is_not_resumed(models: Any, answers: Any, hub: Server, bare: Any) -> None:
     with client(hub, "trainer") as trainer:
         trainer.publish(1, checkpoint(models(KIND, 1)))

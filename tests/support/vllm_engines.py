@@ -95,6 +95,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # what its classes in transfor
 }
 
 
+def why_not(kind: str) -> str | None:
+    """Why the installed vLLM, as it is, starts with no model of this kind on this machine."""
+    import torch
+
+    from tensorhub_plugins.vllm.names import installed_version
+
+    if "num_experts_per_tok" not in KINDS[kind][1] or not str(installed_version()).startswith("0.24."):
+        return None
+    if torch.cpu._is_avx512_supported():
+        return None
+    return "stock vLLM 0.24 ends its first step with experts where the CPU has no AVX-512: no configuration is set"
+
+
 def checkpoint(path: Path) -> dict[str, Any]:
     """The saved tensors by Hugging Face name."""
     from safetensors.torch import load_file

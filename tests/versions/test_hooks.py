@@ -164,9 +164,10 @@ def _is_asked(name: str, node: ast.AST) -> bool:
 def problems_of_workers(sources: Sources) -> Iterator[str]:
     """Yield methods of vLLM's workers of which nobody has said whether they change weights (worker/methods.py)."""
     known = {*methods.LEAVE_WEIGHTS, *methods.CHANGE_WEIGHTS, *COMPARED}
-    for module in ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.xpu_worker"):
+    for module in ("gpu_worker", "cpu_worker", "xpu_worker", "worker_base"):  # the last: what vLLM puts around each
+        module = f"vllm.v1.worker.{module}"
         for worker in getattr(sources.module(module), "body", ()):
-            if isinstance(worker, ast.ClassDef) and worker.name.endswith("Worker"):
+            if isinstance(worker, ast.ClassDef) and worker.name.endswith(("Worker", "WorkerWrapperBase")):
                 for name, node in sources.members(module, worker):
                     is_method = isinstance(node, Function) and "property" not in map(ast.unparse, node.decorator_list)
                     if is_method and not name.startswith("_") and name not in known:
@@ -203,7 +204,7 @@ def test_the_range_is_said_alike_everywhere() -> None:
         assert [d for d in extras[framework] if d.startswith("vllm")] == [f"vllm=={names.run_with(framework)[-1]}.0"]
     readme = (root / "README.md").read_text()
     assert f"vLLM {first} to {last} (vLLM's own weight transfer: from {names.WEIGHT_TRANSFER_FIRST})" in readme
-    assert f"run with {' and '.join(names.run_with('vllm'))}" in readme
+    assert f"run with {names.listed(names.run_with('vllm'))}" in readme
     assert list(names.RELEASES) == list(names.VERSIONS["vllm"])
 
 
@@ -230,6 +231,15 @@ def test_a_version_that_lacks_something_is_noticed(line: str, says: str | None) 
     pytest.importorskip("vllm")
     problem = hook_of(line).problem(installed())
     assert (problem is None) if says is None else says in str(problem)
+
+
+def test_a_method_of_a_worker_that_nobody_has_looked_at_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of vLLM's workers, of what it puts around them, and where only their base has it."""
+    pytest.importorskip("vllm")
+    known = methods.LEAVE_WEIGHTS
+    monkeypatch.setattr(methods, "LEAVE_WEIGHTS", known - {"execute_model", "init_worker", "pin_lora"})
+    found = {problem.split(" ")[0] for problem in problems_of_workers(installed())}
+    assert found >= {"Worker.execute_model", "WorkerWrapperBase.init_worker", "CPUWorker.pin_lora"}
 
 
 def test_what_is_used_of_vllm_has_a_line() -> None:

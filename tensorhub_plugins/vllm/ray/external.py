@@ -32,6 +32,7 @@ import ray
 from tensorhub_plugins.core import Client, TensorHubError, UsageError, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
+from tensorhub_plugins.vllm import names
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.model_facts import differences
 from tensorhub_plugins.vllm.ray.config import connect
@@ -261,7 +262,7 @@ class External:
             if isinstance(error, _OtherAnswerError) or error.status == 404:
                 raise UsageError(
                     f"{self.url} is no `vllm serve --load-format tensorhub` with this package and a vLLM that it was "
-                    "tested with (0.29 or 0.32): start it as one"
+                    f"tested with ({names.listed(names.run_with('vllm'), 'or')}): start it as one"
                 ) from error
             if error.status in REDIRECTS:
                 raise UsageError(
