@@ -8,7 +8,6 @@ partial rollout with all tokens there are (journal.py).
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,6 +31,7 @@ from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline, exit_on_error, own_engines
+from tensorhub_plugins.vllm.ray.members import Heartbeat
 
 logger = get_logger(__name__)
 
@@ -98,7 +98,8 @@ class TensorHubEngine(_Stock):
         """
         if self.is_leaving:
             return GivenBack(journals)
-        self._refuse_when_stale()
+        if self.staleness.is_cut_off:
+            raise EngineLost(self.staleness.why_not())
         kept = Journals(journals, num_samples) if self.follower.gate is None else None
         async with self.follower.answering(min_version):
             return await self._samples(kept, num_samples, **kwargs)
@@ -165,28 +166,23 @@ class TensorHubEngine(_Stock):
 
     # --- what our generator asks for ----------------------------------------------------------------------------------
 
-    async def tensorhub_heartbeat(self) -> dict[str, Any]:
-        """version, a newer one that it refuses and why, for how long vLLM's processes have been silent, how many
-        sequences it runs at once; EngineLost when this actor is about to end."""
+    async def tensorhub_heartbeat(self) -> Heartbeat:
+        """What our generator asks all the time; EngineLost when this actor is about to end."""
         if self.lifeline.is_dying:
             raise EngineLost(f"{self.worker}: its vLLM is dead")
-        self._refuse_when_stale()
         silent_s, last = self.lifeline.silent_s(self.follower), self.follower.last_update
         return {
             "version": self.follower.version,
+            "ready": not self.staleness.is_cut_off,
+            "why": self.staleness.why_not(),
             "refusal": self.follower.refusal,
             "pull_s": last.pull_s,
             "pause_s": last.pause_s,
             "sources": last.sources,
             "silent_s": silent_s,
-            "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
             "requests_max": self.llm.vllm_config.scheduler_config.max_num_seqs,
         }
-
-    def _refuse_when_stale(self) -> None:
-        if self.staleness.is_cut_off:
-            raise EngineLost(self.staleness.why_not())
 
     async def tensorhub_hold(self, version: int) -> int:
         return await self.follower.hold(version)

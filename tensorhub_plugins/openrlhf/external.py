@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
 import time
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned, came_from
 from tensorhub_plugins.vllm.ray import external
 from tensorhub_plugins.vllm.ray.external import Answer, Expected, External, ServerLost
+from tensorhub_plugins.vllm.ray.members import Heartbeat
 
 logger = get_logger(__name__)
 
@@ -149,9 +149,8 @@ class ExternalEngine:
 
     # --- what our generator asks for ----------------------------------------------------------------------------------
 
-    async def tensorhub_heartbeat(self) -> dict[str, Any]:
-        server = self._serving()
-        return {"version": server.version, "silent_s": server.silent_s, "pid": os.getpid()}
+    async def tensorhub_heartbeat(self) -> Heartbeat:
+        return {"version": 0, "ready": False} if self._external is None else self._external.heartbeat()
 
     async def tensorhub_hold(self, version: int) -> int:
         raise ServerLost(f"{self._url} goes to new versions by itself, so it takes no part in evaluations")

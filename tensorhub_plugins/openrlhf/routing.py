@@ -23,16 +23,18 @@ from tensorhub_plugins.core import NotPublished, TensorHubError, VersionGone, Ve
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.fleet import Reporter
-from tensorhub_plugins.openrlhf.health import LOST, Engines, Member
+from tensorhub_plugins.openrlhf.health import LOST, Engines
 from tensorhub_plugins.openrlhf.journal import GivenBack
 from tensorhub_plugins.openrlhf.versions import bounded, with_logs
 from tensorhub_plugins.openrlhf.work import Place, Prompt, Work
 from tensorhub_plugins.vllm.ray.config import connect
+from tensorhub_plugins.vllm.ray.members import Member
 
 logger = get_logger(__name__)
 
 ANSWER_INTERVAL_S = 2.0  # without an answer for this long, the engines are asked whether they live
 HANDED_OUT_MAX = 64  # prompts at a time: each is a call of some milliseconds, and the fleet is told between them
+REQUESTS_MAX = 256  # vLLM's own default of max_num_seqs
 LOSSES_MAX = 20  # engines that one prompt may lose: something is wrong with the prompt then
 
 
@@ -51,7 +53,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self._first: int | None = None  # the version with which this run began; 0: none, None: not looked for yet
         self.work = Work()
         self._dispatched = 0  # prompts since the run began
-        self._evaluating: dict[str, int] = {}  # engines, and how often each had been lost when it began
+        self._evaluating: dict[str, int] = {}  # engines, each in the epoch in which it began
         self._nothing = ray.put(0)
         self._tokenizer = ray.put(self.tokenizer)  # megabytes, which OpenRLHF sends along with every prompt
         self._client = connect(options, replica="generator")
@@ -70,7 +72,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         held = self._hold(live, goal)
         if len(set(held.values())) > 1:  # the goal is gone meanwhile
             goal = max(held.values())
-        self._evaluating = {member.name: member.losses for member in live if held.get(member.name) == goal}
+        self._evaluating = {member.name: member.epoch for member in live if held.get(member.name) == goal}
         self.evaluation_wait_s = time.monotonic() - started
         record("evaluate", worker="generator/0", version=goal)
         logger.info("evaluation of version %d on %d engines", goal, len(self._evaluating))
@@ -121,10 +123,12 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         """How many have been asked."""
         version = self._wait_for_able()
         with self.engines.lock:  # the fleet hears of an engine as it is after this
-            live = [one for one in self.engines.members if one.gets_prompts and not one.refuses(version)]
-            evaluating = [m for m in live if self._evaluating.get(m.name) == m.losses]
+            live = self.engines.table.able(version)
+            evaluating = [m for m in live if self._evaluating.get(m.name) == m.epoch]
             members = {member.name: member for member in evaluating or live}
-            places = [Place(member.name, member.requests_max) for member in members.values()]
+            places = [
+                Place(member.name, member.heartbeat.get("requests_max", REQUESTS_MAX)) for member in members.values()
+            ]
             given = self.work.hand_out(places, HANDED_OUT_MAX)
             for name, prompt in given:
                 if prompt.lost:

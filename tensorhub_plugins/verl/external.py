@@ -143,15 +143,9 @@ class ExternalServer:
         )
 
     async def tensorhub_heartbeat(self) -> dict[str, Any]:
+        own = {"worker": self.worker, "timeout_s": self.options.replica_timeout_s}
         server = self._external
-        return {
-            "worker": self.worker,
-            "ready": server is not None and not server.why_not,
-            "version": 0 if server is None else server.version,
-            "silent_s": 0.0 if server is None else server.silent_s,
-            "timeout_s": self.options.replica_timeout_s,
-            "why": "" if server is None else server.why_not,
-        }
+        return {**own, "version": 0, "ready": False} if server is None else {**own, **server.heartbeat()}
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """Partial answers go back, with tokens and versions, to a client that goes on elsewhere; others begin again."""

@@ -23,6 +23,8 @@ from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
 from tensorhub_plugins.openrlhf.journal import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
 from tensorhub_plugins.vllm import checkpoint_names  # noqa: E402
+from tensorhub_plugins.vllm.engine.staleness import Staleness  # noqa: E402
+from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
@@ -199,6 +201,28 @@ def test_an_engine_that_was_started_again_and_refuses_all_there_is_says_so(monke
         one.llm.collective_rpc = collective_rpc
         await asyncio.wait_for(one._catch_up(SimpleNamespace(target=target)), 30)
         assert one.follower.version == 0 and one.follower.refusal == (4, "tensor 'x' is unknown")
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_is_cut_off_from_the_hub_says_that_it_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(get_node_id=lambda: "node-1")
+    monkeypatch.setattr(engine, "ray", SimpleNamespace(get_runtime_context=lambda: here))
+
+    async def story() -> None:
+        one, silent_s = make_engine(TwoTurns(), is_partial=True), 0.0
+        one.llm.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+        one.staleness = Staleness(lambda: silent_s, 5.0, worker=one.worker)
+        beat = await one.tensorhub_heartbeat()
+        assert (beat["ready"], beat["why"], beat["requests_max"]) == (True, "", 8)
+        silent_s = 6.0
+        beat = await one.tensorhub_heartbeat()
+        assert not beat["ready"] and "has not heard of the hub for 6 s" in beat["why"]
+        with pytest.raises(EngineLost, match="has not heard of the hub"):  # asked all the same, a moment before
+            await one.generate_responses()
+        one.lifeline.is_dying = True  # the control
+        with pytest.raises(EngineLost, match="its vLLM is dead"):
+            await one.tensorhub_heartbeat()
 
     asyncio.run(story())
 

@@ -82,7 +82,8 @@ def play(hub: Server, story: Any, *, partial: bool, **options: Any) -> None:
 
 def test_partial_rollout_tells_the_versions_of_every_sample(hub: Server, asked: dict[str, Any]) -> None:
     async def story(fake: Fake, engine: ExternalEngine) -> None:
-        assert (await engine.tensorhub_heartbeat())["version"] == 3
+        beat = await engine.tensorhub_heartbeat()
+        assert (beat["version"], beat["ready"], beat["why"]) == (3, True, "")
         fake.starts = [[3, 0], [4, 2]]
         responses = await engine.generate_responses(**asked)
         assert len(responses) == 2
@@ -94,6 +95,20 @@ def test_partial_rollout_tells_the_versions_of_every_sample(hub: Server, asked: 
             await engine.tensorhub_hold(3)
         with pytest.raises(UsageError, match="cannot be given images"):
             await engine.generate_responses(**asked, images=[object()])
+
+    play(hub, story, partial=True)
+
+
+def test_a_server_that_may_not_be_asked_says_why_and_is_not_lost(hub: Server) -> None:
+    async def story(_: Fake, engine: ExternalEngine) -> None:
+        assert engine._external is not None
+        engine._external.why_not = "it has not heard of the hub for longer than staleness_s, 5 s"
+        beat = await engine.tensorhub_heartbeat()
+        assert not beat["ready"] and "staleness_s" in beat["why"]
+        with pytest.raises(ServerLost, match="staleness_s"):
+            await engine.generate_responses("p", "", None, 5, None)
+        await engine.close()
+        assert not (await engine.tensorhub_heartbeat())["ready"]
 
     play(hub, story, partial=True)
 

@@ -18,6 +18,7 @@ from tensorhub_plugins.openrlhf.journal import GivenBack, Journal  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen  # noqa: E402
 from tensorhub_plugins.vllm.ray.handles import seal  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
+from tensorhub_plugins.vllm.ray.members import DEATHS_MAX  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
@@ -102,7 +103,7 @@ def test_what_is_given_back_goes_on_elsewhere_with_what_it_has(ray: FakeRay) -> 
     samples, *_ = generator.generate_samples()
     assert prompts_of(samples) == EVERY_PROMPT
     assert [asked.get("journals") for asked in here.asked] == 3 * [None] + 3 * [journals]
-    assert generator.engines.members[1].is_live, "it is not lost"
+    assert generator.engines.members[1].answers, "it is not lost"
 
 
 def test_the_fleet_is_told_a_lost_node_from_a_restart(ray: FakeRay) -> None:
@@ -112,7 +113,7 @@ def test_the_fleet_is_told_a_lost_node_from_a_restart(ray: FakeRay) -> None:
     restarting.do_tensorhub_heartbeat = lambda: ActorUnavailableError("away", None)
     unplaceable.do_tensorhub_heartbeat = lambda: ActorUnschedulableError("its node is gone")
     ours.do_tensorhub_heartbeat = lambda: EngineLost("its vLLM is dead")
-    for _ in range(health.DEATHS_MAX):
+    for _ in range(DEATHS_MAX):
         engines.check()
     assert [(one.lost, one.ready) for one in engines.seen()] == [("restarting", False), ("gone", False), ("", False)]
 
@@ -149,7 +150,7 @@ def test_one_that_joins_during_an_evaluation_stays_out_of_it(ray: FakeRay, monke
     here.do_generate_responses = join  # type: ignore[method-assign]
     samples = generator.generate_eval_samples()
     assert prompts_of(samples) == EVERY_PROMPT and not joiner.asked
-    assert generator.engines.members[1].gets_prompts
+    assert generator.engines.members[1].in_rotation
     generator.generate_samples()
     assert joiner.asked  # the control: it gets prompts of the next batch
 

@@ -144,7 +144,7 @@ def test_a_version_that_all_engines_refuse_is_an_error_with_their_reason(
     ):
         generator.generate_samples()
     assert ray.now < 60.0 and bool(engines[0].asked) is not is_known
-    assert generator.engines.members[0].losses == 0  # it is well
+    assert generator.engines.members[0].epoch == 0  # it is well
 
 
 def test_operators_may_have_another_one_run_instead(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_prompts_of_a_killed_engine_are_asked_elsewhere(ray: FakeRay, monkeypatc
     assert len(other.asked) == 3, "the kill did not hit in the middle"
     assert len(well.asked) == 6
     assert prompts_of(samples) == EVERY_PROMPT
-    assert [member.is_live for member in generator.engines.members] == [True, False]
+    assert [member.answers for member in generator.engines.members] == [True, False]
 
 
 def test_an_engine_that_is_about_to_end_is_not_asked_again(ray: FakeRay) -> None:
@@ -293,10 +293,10 @@ def test_a_silent_server_of_others_is_not_ended_and_may_come_back(ray: FakeRay) 
     beat = theirs.do_tensorhub_heartbeat
     theirs.do_tensorhub_heartbeat = lambda: {**beat(), "silent_s": 99.0}  # type: ignore[method-assign]
     engines.check()
-    assert not ray.killed and [one.is_live for one in engines.members] == [True, False]
+    assert not ray.killed and [one.answers for one in engines.members] == [True, False]
     theirs.do_tensorhub_heartbeat = beat  # type: ignore[method-assign]
     engines.check()
-    assert engines.members[1].is_live
+    assert engines.members[1].answers
     engines.members[1].kind = "first"  # control: one of ours
     theirs.do_tensorhub_heartbeat = lambda: {**beat(), "silent_s": 99.0}  # type: ignore[method-assign]
     engines.check()
@@ -337,6 +337,74 @@ def test_an_engine_that_is_loading_is_not_taken_for_silent(ray: FakeRay) -> None
         ref.answer = loading.do_tensorhub_heartbeat()
     loading.state = "well"
     assert len(generator.engines.live()) == 2
+
+
+def stale(self: FakeEngine) -> None:
+    """It is cut off from the hub for longer than staleness_s."""
+    beat = self.do_tensorhub_heartbeat
+    self.do_tensorhub_heartbeat = lambda: {**beat(), "ready": False, "why": "it is cut off"}  # type: ignore[method-assign]
+
+
+def test_a_stale_engine_gets_no_prompts_and_is_neither_lost_nor_restarting(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(health, "record", lambda event, **_: events.append(event))
+    well, cut_off = FakeEngine(), FakeEngine()
+    generator = make([well, cut_off])
+    generator.engines.live()
+    stale(cut_off)
+    generator.engines.check()
+    samples, *_ = generator.generate_samples()
+    assert prompts_of(samples) == EVERY_PROMPT and not cut_off.asked and not ray.killed
+    assert [(one.ready, one.lost) for one in generator.engines.seen()] == [(True, ""), (False, "")]
+    assert generator.engines.members[1].epoch == 0 and events.count("replica_lost") == 0
+    del cut_off.do_tensorhub_heartbeat
+    assert len(generator.engines.live()) == 2
+    cut_off.lose()  # the control
+    generator.engines.check()
+    assert generator.engines.seen()[1].lost == "restarting" and events.count("replica_lost") == 1
+
+
+def test_the_only_engine_hangs_and_is_ended_and_asked_when_it_is_back(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine()
+    generator = make([engine])
+    generator.engines.live()
+    engine.state = "silent"
+    kill = ray.kill
+
+    def start_again(handle: FakeEngine, no_restart: bool) -> None:
+        kill(handle, no_restart)
+        assert ray.now > 10 and generator.engines.seen()[0].ready
+        sleep = ray.sleep
+
+        def come_back(seconds: float) -> None:
+            sleep(seconds)
+            engine.state = "well" if ray.now > 20 else engine.state
+
+        monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: ray.now, sleep=come_back))
+
+    monkeypatch.setattr(ray, "kill", start_again)
+    samples, *_ = generator.generate_samples()
+    assert prompts_of(samples) == EVERY_PROMPT and ray.killed == [engine]
+
+
+def test_an_engine_that_is_back_has_caught_up_before_it_is_asked(ray: FakeRay) -> None:
+    engines = [FakeEngine(version=4), FakeEngine(version=4)]
+    generator = make(engines, is_partial=True, batches=2)
+    generator.engines.live()
+    engines[1].state = "lost"
+    generator.engines.check()
+    engines[1].state, engines[1].version = "well", 3  # what it was started again with
+    generator.engines.check()
+    generator.generate_samples()
+    assert not engines[1].asked
+    engines[1].version = 4
+    generator.engines.check()
+    generator.generate_samples()
+    assert len(engines[1].asked) == 3
 
 
 def test_an_engine_that_came_back_is_asked_again(ray: FakeRay) -> None:
@@ -420,7 +488,7 @@ def test_in_an_evaluation_an_engine_that_was_lost_is_not_asked_again(
 
     monkeypatch.setattr(FakeEngine, "do_generate_responses", come_and_go)
     samples = generator.generate_eval_samples()
-    assert generator.engines.members[1].is_live and len(other.asked) == 1
+    assert generator.engines.members[1].answers and len(other.asked) == 1
     assert {int(sample.info[FIRST]) for sample in samples} == {3}
     assert prompts_of(samples) == sorted(2 * EVERY_PROMPT)
 

@@ -110,7 +110,7 @@ def test_what_an_engine_was_not_given_it_cannot_hold_up(cluster: None, per_engin
     assert Counter(sample.prompts[0] for sample in samples) == {f"p{i}": SAMPLES for i in range(PROMPTS)}
     assert len(seen["hanging"]) == PROMPTS - elsewhere
     assert Counter(ray.get(quick.wait_for.remote(PROMPTS))) == {f"p{i}": 1 for i in range(PROMPTS)}
-    assert [member.is_live for member in generator.engines.members] == [True, False]
+    assert [member.answers for member in generator.engines.members] == [True, False]
 
 
 def arguments() -> SimpleNamespace:

@@ -37,6 +37,7 @@ from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.model_facts import differences
 from tensorhub_plugins.vllm.ray.config import connect
 from tensorhub_plugins.vllm.ray.hub import ON_HEAD
+from tensorhub_plugins.vllm.ray.members import Heartbeat
 
 logger = get_logger(__name__)
 
@@ -226,6 +227,10 @@ class External:
     @property
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_at
+
+    def heartbeat(self) -> Heartbeat:
+        """What a dispatcher is told. It may take requests unless it says why not."""
+        return {"version": self.version, "ready": not self.why_not, "why": self.why_not, "silent_s": self.silent_s}
 
     # --- joining, and being watched -----------------------------------------------------------------------------------
 
