@@ -419,6 +419,7 @@ def test_every_event_in_every_state(at: str, late: bool) -> None:
 # --- random programs, and broken machines -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 7)), max_size=60),
@@ -431,6 +432,7 @@ def test_the_rules_hold_in_every_program(steps: Any, **options: Any) -> None:
     run(steps, **options)
 
 
+@pytest.mark.slow
 def test_the_rules_hold_in_long_programs() -> None:
     for seed in range(60):
         run(program(seed, 200), maximum=6, policy="mine" if seed % 2 else "")

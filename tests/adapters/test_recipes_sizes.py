@@ -90,6 +90,7 @@ def test_the_check_names_what_is_off_by_more_than_it_may_be() -> None:
     assert len(real.check({}, predicted)) == 2
 
 
+@pytest.mark.slow
 def test_every_step_of_a_small_version_is_measured_and_shown() -> None:
     shapes = shapes_of(l__up_proj__weight=(2048, 1024), l__down_proj__weight=(1024, 2048), l__norm__weight=(8,))
     stage = costs.Stage(costs.plan_without_loaders(shapes), 4, 2)

@@ -240,6 +240,7 @@ def test_a_run_without_the_store_is_none_of_ours():
 # --- the driver -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy  # imports all of verl
 def test_verls_own_command_is_refused_before_ray_starts(tmp_path):
     """By the entry point that pyproject.toml declares: no flag and no variable names our module."""
     declared = tmp_path / "tensorhub_plugins-0.dist-info"

@@ -83,6 +83,7 @@ def train_case(rank, address, strategy, dtype, folder):
     publisher.close()
 
 
+@pytest.mark.heavy  # three processes that import verl
 def test_two_ranks_publish_one_model(tmp_path):
     with start_server() as server, started(__file__, RANKS, free_port(), server.address, tmp_path) as ranks:
         for strategy, dtype in CASES:

@@ -227,6 +227,7 @@ def test_what_is_sharded_is_given_whole(tmp_path: Path) -> None:
                 assert not differences(checkpoint_tensors(sharded, full), truth)
 
 
+@pytest.mark.slow
 def test_two_ranks_gather_in_the_same_order(tmp_path: Path) -> None:
     """FSDP2 shards a model over two processes, each of which iterates the source."""
     pytest.importorskip("vllm")

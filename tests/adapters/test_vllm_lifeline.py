@@ -46,6 +46,7 @@ def is_silent_within(process: subprocess.Popen[str], timeout_s: float) -> bool:
     return bool(select.select([process.stdout], [], [], timeout_s)[0]) and process.stdout.read() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux 5.3)")
 @pytest.mark.parametrize("chain", [(ACTOR, WORKER), (ACTOR, CORE, WORKER)], ids=["one process", "core and worker"])
 def test_they_end_with_the_actor(chain: tuple[str, ...]) -> None:
@@ -58,6 +59,7 @@ def test_they_end_with_the_actor(chain: tuple[str, ...]) -> None:
     actor.stdout.close()
 
 
+@pytest.mark.slow
 def test_the_check_above_sees_those_who_stay() -> None:
     actor = start(FORGETFUL, WORKER)
     assert actor.stdout is not None

@@ -19,7 +19,7 @@ import pytest
 SUPPORT = Path(protected.__file__).parent
 CHILD_S = 900.0
 
-pytestmark = pytest.mark.timeout(CHILD_S + protected.COMPILE_S)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(CHILD_S + protected.COMPILE_S)]
 
 PROGRAM = """
 import ctypes, protected, torch

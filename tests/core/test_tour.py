@@ -306,6 +306,7 @@ def not_told(stops: Iterable[tuple[str, str]], text: str) -> list[tuple[str, str
     return [(file, name) for file, name in stops if not any(f"`{file}`" in row and name in row for row in rows)]
 
 
+@pytest.mark.slow
 def test_the_tour_is_as_short_as_it_says() -> None:
     assert len(lines_of(TOUR)) <= LINES_MAX
     assert len(lines_of(stop for stop in TOUR if not stop[0].startswith(BEHIND))) <= LINES_TO_INTERFACES_MAX

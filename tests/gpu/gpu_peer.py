@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from processes import forkserver
 
 KINDS = ("gpu", "expandable", "stand-in", "pool")  # the second and the fourth have memory without a handle
 SEGMENT_SIZE_BYTES = 4 << 20
@@ -73,7 +74,8 @@ class Source:
     """Such a process, and its endpoint."""
 
     def __init__(self, kind: str, size_bytes: int, transport: str = "cuda_ipc") -> None:
-        context = multiprocessing.get_context("spawn")
+        is_on_gpu = kind in ("gpu", "expandable")  # its environment is set before torch is imported
+        context: Any = multiprocessing.get_context("spawn") if is_on_gpu else forkserver()
         self._pipe, child = context.Pipe()
         self.process = context.Process(target=serve, args=(child, kind, size_bytes, transport), daemon=True)
         self.process.start()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from processes import forkserver
 
 TIMEOUT_S = 120.0
 
@@ -52,7 +53,7 @@ def serve(pipe: Any, meets: Any, place: str, address: str, rank: int, ranks: int
 @contextlib.contextmanager
 def trainer(place: str, address: str, *, ranks: int, count: int, size_bytes: int) -> Iterator[Any]:
     """publish(version) -> seconds of the slowest rank; each keeps its share of `count` tensors."""
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("spawn") if place == "gpu" else forkserver()
     meets = context.Barrier(ranks)
     pipes, processes = [], []
     for rank in range(ranks):

@@ -22,6 +22,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(600)
 def test_it_runs_on_the_cpu(tmp_path):
     ran = bench("--device", "cpu", "--layers", "1", "--times", "1", "--json", str(tmp_path / "gpu.json"))

@@ -1,20 +1,14 @@
-"""Workers and hubs in processes of their own, to be killed, frozen and started again; and tensors to move.
-
-Processes are forked from a clean server process that has imported torch once: a worker is there in a tenth of a second
-instead of three.
-"""
+"""Workers and hubs in processes of their own, to be killed, frozen and started again; and tensors to move."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
+from processes import ANSWER_S, forkserver, wait_until_stopped
 
 from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, process, start_server
 from tensorhub_plugins.core.hub.limits import HubLimits
@@ -25,12 +19,8 @@ SEGMENT = 1 << 16  # bytes; small, so that a little data is many segments
 SEGMENTS = 16  # of `tensors_of`
 SIZE = SEGMENT * SEGMENTS
 RUNTIME = "runtime:f"
-ANSWER_S = 60.0  # for a process to answer: only a broken one takes so long
 
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["torch", "numpy", "xxhash", "zmq", "tensorhub_plugins.core"]
-)  # as far as it finds them
+_processes = forkserver()
 
 
 def tensors_of(seed: int) -> dict[str, torch.Tensor]:
@@ -180,14 +170,7 @@ class Process:
     def freeze(self) -> None:
         """SIGSTOP; returns when no thread of it runs any more."""
         self._signal(signal.SIGSTOP)
-        deadline = time.monotonic() + ANSWER_S
-        while not self._is_stopped():
-            assert time.monotonic() < deadline, "the process does not stop"
-            time.sleep(0.001)
-
-    def _is_stopped(self) -> bool:
-        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
-        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+        wait_until_stopped(self._process.pid)
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)

@@ -208,6 +208,7 @@ def test_the_range_is_said_alike_everywhere() -> None:
     assert list(names.RELEASES) == list(names.VERSIONS["vllm"])
 
 
+@pytest.mark.slow
 def test_the_installed_version_has_it_too() -> None:
     """The same of one version, without a network."""
     pytest.importorskip("vllm")

@@ -120,6 +120,7 @@ def test_what_is_four_times_as_large_takes_about_four_times_as_long(
     assert large < RATIO_MAX * small, (small, large)
 
 
+@pytest.mark.slow
 def test_the_control_a_square_is_seen() -> None:
     def square(count: int) -> Callable[[], object]:
         story = Scenario()

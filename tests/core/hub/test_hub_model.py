@@ -331,6 +331,7 @@ TestHubBesideModel.settings = settings(max_examples=100, stateful_step_count=40,
 # --- negative controls ---
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "broken",

@@ -16,6 +16,7 @@ SEGMENT_SIZE_BYTES = 4096
 ODD = [float("inf"), -float("inf"), -0.0, 1e-45, -1e-40, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 65_504.0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(IS_INTERPRETED, reason="this is it")
 def test_triton_computes_the_same() -> None:
     run_by_triton(__file__)

@@ -14,6 +14,7 @@ SUPPORT = Path(__file__).resolve().parents[2] / "support"
 ROOT = SUPPORT.parents[1]
 
 
+@pytest.mark.slow
 def test_all_kernels_compile(tmp_path: Path) -> None:
     """To machine code. The interpreter knows neither types that change in a loop nor what a GPU has no instruction for.
     The control is a kernel that it would run."""

@@ -21,6 +21,7 @@ SEEDS = range(1 if IS_INTERPRETED else 6)  # a kernel's program takes the interp
 ODD = [241, 248, 255, 256, 1000, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 2049, 3333, 100_003]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(IS_INTERPRETED, reason="this is it")
 def test_triton_computes_the_same() -> None:
     run_by_triton(__file__)

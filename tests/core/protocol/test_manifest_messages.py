@@ -446,6 +446,7 @@ strange_messages = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, phases=[Phase.explicit, Phase.generate])  # shrinking thirty messages takes minutes
 @given(st.lists(st.tuples(sessions, strange_messages | st.none(), st.sampled_from([0.0, 0.1, 4.0])), max_size=30))
 def test_nothing_that_decodes_breaks_the_hub(conversation):

@@ -24,8 +24,8 @@ from tensorhub_plugins.core.transports import Link, LinkProgress
 
 SEGMENT_SIZE_BYTES = 997  # a prime: cuts tensors and elements anywhere
 FAR_S = 60.0  # a deadline that must not be needed
-NEAR_S = 1.0  # a deadline that must be kept
-MIDDLE_S = (2.0, 10.0, 50.0)  # the same, with time for half a transfer before: the first that is enough
+NEAR_S = 0.5  # a deadline that must be kept
+MIDDLE_S = (1.0, 10.0, 50.0)  # the same, with time for half a transfer before: the first that is enough
 POISON = 0xA5
 GARBAGE = (
     b"",

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from processes import forkserver, wait_until_stopped
 
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.manifest import Manifest
@@ -154,9 +155,9 @@ class Victim:
 class Peer:
     """Another process that does what it is asked."""
 
-    def __init__(self, method: str = "spawn") -> None:
+    def __init__(self, method: str = "forkserver") -> None:
         """method: a fork of a process with threads may hang; where there are none yet it is quicker."""
-        context: Any = multiprocessing.get_context(method)
+        context: Any = forkserver() if method == "forkserver" else multiprocessing.get_context(method)
         self._pipe, child = context.Pipe()
         self._process = context.Process(target=_peer_main, args=(child,), daemon=True)
         self._process.start()
@@ -180,7 +181,7 @@ class Peer:
         """Returns when it has stopped."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
+        wait_until_stopped(self._process.pid)
 
     def thaw(self) -> None:
         """Let it go on after it was frozen."""
