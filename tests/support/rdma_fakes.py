@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -25,12 +26,19 @@ from tensorhub_plugins.core.transports.rdma.verbs import Endpoint, ReadFailed
 READS_PER_POLL = 7
 
 _numbers = itertools.count(1)
-_regions: dict[int, Region] = {}  # by key
+_regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()  # by key
 _pairs: dict[int, QueuePair] = {}  # by number
 _lock = threading.Lock()
 
 
+def held() -> tuple[int, ...]:
+    """Return what is registered now."""
+    return (len(_regions),)
+
+
 class Region:
+    """Registered as long as it lives, as bindings.Region is."""
+
     def __init__(self, address: int, size_bytes: int) -> None:
         self.rkey = self.lkey = next(_numbers)
         self.address, self.size_bytes = address, size_bytes
@@ -123,7 +131,8 @@ class ReadQueuePair:
                     (remote, remote_key, "REM_ACCESS_ERR"),
                     (local, local_key, "LOC_PROT_ERR"),
                 ):
-                    if key not in _regions or not _regions[key].holds(address, size_bytes):
+                    region = _regions.get(key)
+                    if region is None or not region.holds(address, size_bytes):
                         raise ReadFailed(status)
                 ctypes.memmove(local, remote, size_bytes)
             if last:

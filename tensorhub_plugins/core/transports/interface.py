@@ -167,7 +167,8 @@ class Link(Protocol):
 
         moves: which bytes of the source's stream go where in the target's, in the source's order, as `moves.plan`
         makes them; what is in none is not wanted. A segment that was not yielded may hold anything. An iterator that
-        is not exhausted costs the link. Raises SourceLost.
+        is not exhausted costs the link. Once it has ended, however that was, nothing writes into `target` any more.
+        Raises SourceLost.
         """
         ...
 

@@ -73,7 +73,7 @@ def fakes() -> Iterator[Fakes]:
 
 @pytest.mark.parametrize("case", TransportSuite.CASES)
 def test_conformance(case: str) -> None:
-    with TransportSuite(rdma.RdmaTransport, processes=False) as suite:
+    with TransportSuite(rdma.RdmaTransport, processes=False, held=rdma_fakes.held) as suite:
         if reason := suite.skip_reason(case):
             pytest.skip(reason)
         suite.run(case)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import mmap
 import os
 import subprocess
 import sys
@@ -122,6 +123,32 @@ def writes_the_unwanted(self, segments, target, moves, *, deadline):
     yield from TcpLink.read(self, segments, target, moves, deadline=deadline)
 
 
+LEFT = []  # targets of reads that have ended
+
+
+def leaves_its_target(self, segments, target, moves, *, deadline):
+    try:
+        yield from TcpLink.read(self, segments, target, moves, deadline=deadline)
+    finally:
+        LEFT.append(target)
+
+
+def writes_into_what_was_left(self, segment):
+    for target in LEFT:
+        with target.writable_ranges([(0, 1)]) as views:
+            views[0][:] = b"?"
+    LEFT.clear()
+    return TcpLink.digest(self, segment)
+
+
+MAPPED = []
+
+
+def maps_and_keeps(self, key, as_of, *, deadline):
+    MAPPED.append(mmap.mmap(-1, 4096))
+    return TcpLink.open(self, key, as_of, deadline=deadline)
+
+
 def lies_about_digests(self, segment):
     return self._offered.digest(segment)
 
@@ -200,13 +227,15 @@ def closes_once(self):
         ("withdrawn_in_mid_read", {"check": always_content}),
         ("readers_are_counted", {"close": never_closes}),
         ("nothing_leaks", {"close": never_closes}),
+        ("nothing_leaks", {"open": maps_and_keeps}),
+        ("nothing_is_written_after_the_end", {"read": leaves_its_target, "digest": writes_into_what_was_left}),
         ("close_twice", {"close": closes_once}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(f.__name__ for f in value.values()),
 )
 def test_a_broken_link_fails(case, methods, keep):
     make = broken(**methods)
-    if case in ("nothing_leaks", "readers_are_counted"):
+    if "close" in methods and case != "close_twice":
         make = keeping_links(make, keep)
     with (
         TransportSuite(

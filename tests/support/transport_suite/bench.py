@@ -16,7 +16,7 @@ from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports import Link, Offer
 from tensorhub_plugins.core.types import ShardKey
-from transport_suite.material import SEGMENT_SIZE_BYTES, ConformanceError, far, moves_to, require
+from transport_suite.material import SEGMENT_SIZE_BYTES, ConformanceError, far, moves_to, require, resources
 from transport_suite.peers import Adopt, MakeTransport, Peer, Source
 
 T = TypeVar("T")
@@ -36,6 +36,7 @@ class Bench:
         make_peer: Callable[[], Peer],
         adopt: Adopt = Slab.adopt,
         adopt_in_peers: Adopt = Slab.adopt,
+        held: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         self.make = make
         self.make_source = make_source
@@ -45,6 +46,7 @@ class Bench:
         self.make_peer = make_peer
         self.adopt = adopt
         self.adopt_in_peers = adopt_in_peers
+        self._held = held
         self._peer: Peer | None = None
 
     def close(self) -> None:
@@ -162,6 +164,19 @@ class Bench:
             self.soon(call, f"keep its deadline ({what})")
         finally:
             self.patience_s = patience
+
+    def resources(self) -> tuple[int, ...]:
+        """What this process has of the system; see `is_given_back`."""
+        return (*resources(), *self._held())
+
+    def is_given_back(self, before: tuple[int, ...]) -> None:
+        """Require that it soon has no more than before: what was let go of in the background may end just now."""
+
+        def is_as_before() -> bool:
+            return all(now <= was for now, was in zip(self.resources(), before, strict=True))
+
+        what = "threads, descriptors, bytes of shared memory, and what the transport counts"
+        self.until(is_as_before, lambda: f"{before} ({what}) became {self.resources()}")
 
     def until(self, condition: Callable[[], bool], problem: Callable[[], str]) -> None:
         """Wait until this is so. ConformanceError that says the problem, if that takes too long."""

@@ -16,6 +16,7 @@ from transport_suite.material import (
     GROWTH_SIZE_BYTES_MAX,
     MIDDLE_S,
     NEAR_S,
+    POISON,
     SEGMENT_SIZE_BYTES,
     ConformanceError,
     blank_like,
@@ -24,10 +25,10 @@ from transport_suite.material import (
     longer_than,
     make_tensor,
     raises,
+    raw,
     read_equal,
     require,
     require_equal,
-    resources,
     traced_memory,
 )
 from transport_suite.peers import Address, Remote, SimpleShelf, address_of, impostor, open_at
@@ -92,7 +93,7 @@ def check_close_while_reading(bench: Bench) -> None:
 
 
 def check_nothing_leaks(bench: Bench) -> None:
-    """Threads and file descriptors are no more after many lives than before, whatever way they ended."""
+    """Threads, descriptors and memory are no more after many lives than before, whatever way they ended."""
     tensors = {"a": make_tensor("uint8", (4 * SEGMENT_SIZE_BYTES,), seed=22)}
 
     def live_once() -> None:
@@ -110,14 +111,40 @@ def check_nothing_leaks(bench: Bench) -> None:
             offer.slab.close()
 
     live_once()  # whatever is made once and kept
-    before = resources()
+    before = bench.resources()
     for _ in range(5):
         live_once()
+    bench.is_given_back(before)
 
-    def is_as_before() -> bool:  # or less: what was let go of in the background may have ended just now
-        return all(now <= was for now, was in zip(resources(), before, strict=True))
 
-    bench.until(is_as_before, lambda: f"{before} (threads, fds) became {resources()}")
+def check_nothing_is_written_after_the_end(bench: Bench) -> None:
+    """A read that has ended, at its deadline, dropped or cut off, leaves its target to others, though its source goes
+    on."""
+    tensors = {"a": make_tensor("uint8", (8 * SEGMENT_SIZE_BYTES,), seed=27)}
+    for how in ("deadline", "dropped", "closed"):
+        with bench.source() as source:
+            offer = source.offer(tensors, ready=False)
+            offer.mark_ready(0)
+            with bench.link(source) as link:
+                manifest = bench.open(link, offer.key)
+                target = blank_like(tensors)
+                deadline = time.monotonic() + NEAR_S if how == "deadline" else far()
+                reading = read_equal(link, range(8), bench.adopt(target), deadline=deadline)
+                with contextlib.suppress(SourceLost):  # this machine is so busy that the deadline came first
+                    next(reading)
+                if how == "closed":
+                    link.close()
+                if how == "dropped":
+                    getattr(reading, "close")()  # noqa: B009  # it is a generator, or has the like
+                else:
+                    bench.lost_soon(partial(list, reading), f"end a read that was {how}")
+                with bench.link(source) as other:
+                    bench.open(other, offer.key)
+                    target["a"].fill_(POISON)
+                    offer.mark_all_ready()
+                    bench.read_all(other, manifest, bench.adopt(blank_like(tensors)))  # the source does go on
+                bench.no_readers(offer, f"a read that was {how}")
+            require(set(raw(target["a"])) == {POISON}, f"a read that was {how} wrote into what it had left")
 
 
 # --- other processes (started as few times as possible: the frozen are thawed and used again) ---
@@ -133,8 +160,8 @@ def check_frozen_source(bench: Bench) -> None:
         for seconds in MIDDLE_S:
             link, manifest, tensors = remote.open(reader)
             deadline = time.monotonic() + seconds
-            slab = bench.adopt(blank_like(tensors))
-            reading = read_equal(link, range(manifest.segment_count), slab, deadline=deadline)
+            target = blank_like(tensors)
+            reading = read_equal(link, range(manifest.segment_count), bench.adopt(target), deadline=deadline)
             half: list[int] = []
             with contextlib.suppress(SourceLost):
                 half += (next(reading) for _ in range(manifest.segment_count // 2))
@@ -152,11 +179,13 @@ def check_frozen_source(bench: Bench) -> None:
                 near, partial(open_at, reader, remote.endpoint, remote.key, near), "connect to a frozen source"
             )
         finally:
+            target["a"].fill_(POISON)  # as who uses its memory for something else
             remote.peer.thaw()
         link.close()
         other.close()
         with contextlib.closing(reader.connect(remote.endpoint, deadline=far())) as again:
             require(bench.open(again, remote.key) == manifest, "a source that thawed serves as before")
+        require(set(raw(target["a"])) == {POISON}, "what a source sent when it thawed was written where nobody waits")
 
 
 def check_frozen_reader(bench: Bench) -> None:
@@ -177,22 +206,28 @@ def check_frozen_reader(bench: Bench) -> None:
 
 def check_killed_source(bench: Bench) -> None:
     """SIGKILL when half was read and the other half is awaited."""
-    with (
-        contextlib.closing(bench.make()) as reader,
-        Remote(bench.process(), bench.make_source, bench.slabs, bench.adopt_in_peers) as remote,
-    ):
-        link, manifest, tensors = remote.open(reader)
-        target = blank_like(tensors)
-        reading = read_equal(link, range(manifest.segment_count), bench.adopt(target), deadline=far())
+    with Remote(bench.process(), bench.make_source, bench.slabs, bench.adopt_in_peers) as remote:
+        with contextlib.closing(bench.make()) as reader:  # whatever is made once and kept
+            link, manifest, tensors = remote.open(reader)
+            target = bench.adopt(blank_like(tensors))
+            next(read_equal(link, range(manifest.segment_count // 2), target, deadline=far()))
+            link.close()
+        before = bench.resources()
+        reader = bench.make()
+        link, _, _ = remote.open(reader)
+        reading = read_equal(link, range(manifest.segment_count), target, deadline=far())
         half = [next(reading) for _ in range(manifest.segment_count // 2)]
         remote.peer.kill()
         rest: list[int] = []
-        error = bench.lost_soon(lambda: rest.extend(reading), "wait for a source that was killed")
+        error = bench.lost_soon(partial(rest.extend, reading), "wait for a source that was killed")
         require(sorted(half) == list(range(len(half))), f"the first half was ready, {half} were yielded")
         require(not rest, f"segments {rest} were yielded, which the source never had")
         require(error.peer is not None and error.phase is not None, f"SourceLost must name peer and phase: {error}")
         require(all(link.digest(s) == manifest.digest(s) for s in half), "bytes yielded before the kill are wrong")
         link.close()
+        reader.close()
+        del reading, error  # in whose frames is what was read from
+        bench.is_given_back(before)
 
 
 def check_killed_reader(bench: Bench) -> None:
@@ -203,11 +238,16 @@ def check_killed_reader(bench: Bench) -> None:
         for segment in range(4):
             offer.mark_ready(segment)
         peer = bench.process()
+        peer.ask("read", bench.make, source.endpoint, offer.key, 4)
+        peer.ask("end")  # whatever is made once and kept
+        bench.no_readers(offer, "a reader that has ended")
+        before = bench.resources()
         got = peer.ask("read", bench.make, source.endpoint, offer.key, 4)
         require(sorted(got) == [0, 1, 2, 3], f"the reader got {got}")
         require(offer.active_readers >= 1, f"one process reads the offer, it counts {offer.active_readers}")
         peer.kill()
         bench.no_readers(offer, "a killed reader")
+        bench.is_given_back(before)
 
 
 # --- strangers ---

@@ -78,6 +78,7 @@ class TransportSuite:
     adopt: how tensors of this process become slabs, of sources and of readers: on a device, for example, as
     `simulated.Simulation.adopt_in_place` does. adopt_in_peers: the same of sources in other processes, a function that
     can be imported by name.
+    held: counts what this process has of the system by this transport, beside threads, descriptors and shared memory.
     make_peer: makes the other process that cases ask for, where it is not to be spawned.
     """
 
@@ -95,6 +96,7 @@ class TransportSuite:
         make_peer: Callable[[], Peer] = Peer,
         adopt: Adopt = Slab.adopt,
         adopt_in_peers: Adopt = Slab.adopt,
+        held: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         self._processes = processes
         self._bench = Bench(
@@ -106,6 +108,7 @@ class TransportSuite:
             make_peer=make_peer,
             adopt=adopt,
             adopt_in_peers=adopt_in_peers,
+            held=held,
         )
 
     def __enter__(self) -> TransportSuite:
