@@ -20,7 +20,11 @@ import torch
 from tensorhub_plugins.core.memory.pinning import Pinned
 from tensorhub_plugins.core.process import Descriptor, close_in_children
 
-MAP_NORESERVE, MAP_FIXED_NOREPLACE = 0x4000, 0x100000  # mman.h: the mmap module has the latter from Python 3.13 on
+MAP_FIXED, MAP_NORESERVE, MAP_FIXED_NOREPLACE = 0x10, 0x4000, 0x100000  # mman.h: not all are in Python's mmap
+
+
+_mmap = ctypes.CDLL(None).mmap
+_mmap.restype = ctypes.c_void_p
 
 
 class Loans:
@@ -128,16 +132,22 @@ class KeptFromChildren:
     def __init__(self, mapped: mmap.mmap) -> None:
         self._address = np.frombuffer(mapped, np.uint8).ctypes.data
         self._size_bytes = len(mapped)
-        self._map = ctypes.CDLL(None, use_errno=True).mmap
-        self._map.restype = ctypes.c_void_p
         mapped.madvise(mmap.MADV_DONTFORK)
         close_in_children(self)
 
     def close(self) -> None:
         """Reserve the address range in a child, before the child does anything else."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE
-        size_bytes = ctypes.c_size_t(self._size_bytes)
-        self._map(ctypes.c_void_p(self._address), size_bytes, 0, flags, -1, ctypes.c_long(0))
+        map_at(self._address, self._size_bytes, replace=False)
+
+
+def map_at(address: int, size_bytes: int, fd: int | None = None, *, replace: bool = True) -> None:
+    """Map this file at the address, private to this process; None: nothing, so that whoever touches it gets SIGSEGV.
+    replace: what is mapped there now."""
+    flags = mmap.MAP_PRIVATE | MAP_NORESERVE | (MAP_FIXED if replace else MAP_FIXED_NOREPLACE)
+    access = 0 if fd is None else mmap.PROT_READ | mmap.PROT_WRITE
+    if fd is None:
+        flags, fd = flags | mmap.MAP_ANONYMOUS, -1
+    _mmap(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), access, flags, fd, ctypes.c_long(0))
 
 
 def is_over(fd: int) -> bool:

@@ -11,6 +11,7 @@ from tensorhub_plugins.core.device import here
 from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.claims import is_used
+from tensorhub_plugins.core.memory.inherited import pass_on
 from tensorhub_plugins.core.memory.slab import Slab
 
 POOLED_SLABS_MAX = 2  # per set of tensors: one being filled while one is still read
@@ -34,6 +35,7 @@ class SlabPool:
         self._held: WeakSet[Slab] = WeakSet()  # by the callers that fetched their contents
         self._takes = 0
         self._closed = False
+        pass_on(self)
 
     def take(self, specs: Iterable[TensorSpec], deadline: float = NEVER, room: Room | None = None) -> Slab:
         """Return host memory for these tensors, none of them marked written; that of a past version, where possible.
@@ -83,6 +85,11 @@ class SlabPool:
         """End the use by the caller that fetched the slab; other uses continue."""
         with self._lock:
             self._held.discard(slab)
+
+    def held(self) -> list[Slab]:
+        """What somebody has fetched and not released."""
+        with self._lock:
+            return list(self._held)
 
     def hand_out(self, slab: Slab) -> int:
         """Return the number of the slab's current use; 0 if it is not from this pool."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import faulthandler
 import os
 import signal
 import socket
@@ -18,12 +20,14 @@ import pytest
 import torch
 from client_processes import SIZE, same_bytes, tensors_of
 from client_stage import FAR, HELD, SOON_S, holders, until
+from forks import forked
 
 from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, UsageError, process, start_server
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client import session
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.memory import inherited
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 
@@ -130,6 +134,66 @@ def test_a_forked_child_has_no_connection(stage, monkeypatch, is_closed):
     until(lambda: trainer._hub._handshakes._connection is not None)
     assert holders(trainer, 1) == ("trainer/0",)
     assert in_a_child(lambda: str(connections(others))) == "[]"
+
+
+@pytest.mark.parametrize("how", ["", "control", "without descriptors"])
+def test_a_forked_child_keeps_the_bytes_of_what_its_parent_has_fetched(stage, monkeypatch, how):
+    """Also when the parent has released it, and reads the next version; and what it writes there is its own. The
+    control: one memory for both."""
+    if how == "control":
+        monkeypatch.setattr(inherited, "_inherited", lambda slab: None)
+    if how == "without descriptors":
+        monkeypatch.setattr(inherited.os, "dup", no_descriptors)
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    trainer.retain(2)
+    for version in (1, 2):
+        trainer.publish(version, tensors_of(version))
+    fetched = rollout.fetch(1)
+    tensors, slab = fetched.tensors(), fetched.slab
+    asked, asks = os.pipe()
+    told, tells = os.pipe()
+    child = os.fork()
+    if not child:
+        faulthandler.disable()  # it may be meant to die
+        os.read(asked, 1)
+        is_right = same_bytes(tensors, tensors_of(1))
+        for tensor in tensors.values():
+            tensor.zero_()
+        os.write(tells, b"x")
+        os.read(asked, 1)
+        is_own = all(not tensor.any() for tensor in tensors.values())
+        os._exit(3 if is_right and is_own else 1)
+    os.close(tells)
+    monkeypatch.undo()
+    fetched.release()
+    again = rollout.fetch(2)
+    assert (again.slab is slab) == (how != "")
+    os.write(asks, b"x")
+    os.read(told, 1)  # nothing, where it has died
+    assert same_bytes(again.tensors(), tensors_of(2)) == (how != "control")
+    os.write(asks, b"x")
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == {"": 3, "control": 1}.get(how, -signal.SIGSEGV)
+    for fd in (asked, asks, told):
+        os.close(fd)
+
+
+def no_descriptors(fd: int) -> int:
+    raise OSError(errno.EMFILE, "too many open files")
+
+
+def test_memory_that_a_child_had_is_used_again_when_it_has_ended(stage):
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    trainer.retain(2)
+    for version in (1, 2):
+        trainer.publish(version, tensors_of(version))
+    fetched = rollout.fetch(1)
+    slab = fetched.slab
+    with forked():
+        fetched.release()
+    with forked():  # what was released, nobody has
+        again = rollout.fetch(2)
+    assert again.slab is slab and same_bytes(again.tensors(), tensors_of(2))
 
 
 def test_a_number_that_is_another_socket_by_now_is_not_closed(stage):
