@@ -36,6 +36,7 @@ from tensorhub_plugins.core.manifest import (
 )
 from tensorhub_plugins.core.memory.moves import common_box
 from tensorhub_plugins.core.memory.slices import slices_of
+from tensorhub_plugins.core.protocol.address import connected
 from tensorhub_plugins.core.protocol.advertised import ports_of
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
 from tensorhub_plugins.core.run_log import record
@@ -142,6 +143,7 @@ __all__ = [
     "VersionRefused",
     "attempt_of",
     "common_box",
+    "connected",
     "contiguous_spec",
     "copy_all",
     "flat_bytes",

@@ -1,9 +1,11 @@
-"""Where a process is: environment, Ray's node labels, options, the cloud's zone; in this order."""
+"""Where a process is, and its cluster: environment, Ray's node labels, options, the cloud's zone; in this order."""
 
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +18,7 @@ from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import config as vllm_config
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.ray import config, hub
+from tensorhub_plugins.vllm.ray import config, fleet, hub
 from tensorhub_plugins.vllm.ray.config import location_of, preemptible_by
 
 ZONE = {"ray.io/availability-region": "eu-west", "ray.io/availability-zone": "eu-west-1a"}
@@ -111,6 +113,20 @@ def test_a_hub_of_the_run_takes_the_last_port_of_the_range(monkeypatch: pytest.M
         with pytest.raises(UsageError, match="TENSORHUB_PORTS"):
             hub._free_address(f"{port}-{port}")
     assert hub._free_address(None)[1] > 0
+
+
+def test_a_name_of_the_cluster_that_is_never_answered_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    def never_answers(*_: Any, **__: Any) -> Any:
+        goes_on.wait(60)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(fleet, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", never_answers)
+    with pytest.raises(UsageError, match="'head' was not looked up in time: the resolver does not answer"):
+        fleet._connect("head:6379")
+    goes_on.set()
 
 
 @pytest.mark.heavy  # Ray

@@ -55,6 +55,17 @@ def test_a_full_disk_is_said_and_no_success(address, arguments):
     assert run(*arguments, "--hub", address, stdout=subprocess.DEVNULL).returncode == 0  # the control
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [("--help",), ("fleet", "add", "--help")], ids=" ".join)
+def test_help_that_cannot_be_written_is_said(arguments, unbuffered):
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = run(*arguments, stdout=full, env=environment)
+    assert (done.returncode, done.stderr) == (1, "tensorhub: [Errno 28] No space left on device\n")
+    done = run(*arguments, stdout=subprocess.PIPE, env=environment)
+    assert done.returncode == 0 and done.stdout.startswith("usage: tensorhub")  # the control
+
+
 @pytest.mark.parametrize("arguments", [("status",), ("status", "--json")], ids=" ".join)
 def test_a_reader_that_closes_the_pipe_ends_it_in_silence(address, arguments):
     read, write = os.pipe()

@@ -14,12 +14,13 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one only since Python 3.11
 
-from tensorhub_plugins.core.deadline import aside, remaining_s
+from tensorhub_plugins.core.deadline import Deadline, aside, remaining_s
 from tensorhub_plugins.core.errors import HubUnreachable, UsageError
 from tensorhub_plugins.core.options import PORT_MAX
 from tensorhub_plugins.core.types import is_text
 
 ELSEWHERE = "192.0.2.1"  # reserved for documentation: belongs to no host
+CONNECT_S_MIN = 0.001  # 0 would mean not to wait for the answer at all
 LOOKUPS_MAX = 64  # at a time in a process: one that is never answered keeps its thread
 
 _lookups: dict[tuple[int, str], Future[tuple[str, ...]]] = {}  # pending, by process (a fork has no threads) and name
@@ -95,6 +96,16 @@ def resolve(host: str, deadline: float) -> tuple[str, ...]:
         return lookup(host).result(remaining_s(deadline, time.monotonic()))
     except FutureTimeout:
         raise TimeoutError(f"the name {host!r} was not looked up in time: the resolver does not answer") from None
+
+
+def connected(host: str, port: int, deadline: Deadline) -> socket.socket:
+    """Connect to the first of a host's IP addresses that lets us in. Raise the last one's OSError, or ValueError."""
+    *others, last = resolve(host, deadline)
+    for number, each in enumerate(others):
+        with contextlib.suppress(OSError):
+            left_s = deadline.remaining() / (len(others) + 1 - number)
+            return socket.create_connection((each, port), timeout=max(CONNECT_S_MIN, left_s))
+    return socket.create_connection((last, port), timeout=max(CONNECT_S_MIN, deadline.remaining()))
 
 
 def _addresses(host: str, flags: int = 0) -> tuple[str, ...]:

@@ -19,14 +19,13 @@ it (fleet_types.py). fleet_state.py decides, fleet_actor.py carries out, fleet_s
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Collection
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, UsageError
+from tensorhub_plugins.core import Deadline, DeadlineExceeded, TensorHubError, UsageError, connected
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.ray import policy
 from tensorhub_plugins.vllm.ray.fleet_actor import FleetActor, sentence
@@ -210,4 +209,4 @@ def _check_answers(address: str | None) -> None:
     """Ray itself waits for minutes for an address at which nobody is."""
     host, _, port = (address or "").rpartition(":")
     if host and port.isdigit() and "//" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        connected(host.strip("[]"), int(port), Deadline.after(CONNECT_TIMEOUT_S)).close()

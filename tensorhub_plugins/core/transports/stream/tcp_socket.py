@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import SourceLost, UsageError
-from tensorhub_plugins.core.protocol.address import resolve, stands_for_loopback
+from tensorhub_plugins.core.protocol.address import connected, resolve, stands_for_loopback
 from tensorhub_plugins.core.protocol.advertised import ANY_PORT, HOST_VARIABLE, PORTS_VARIABLE, ports_of
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import greet
@@ -22,7 +22,6 @@ from tensorhub_plugins.core.transports.stream.source import BACKLOG
 USER_TIMEOUT_MS = 90_000
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
 LOOPBACK = "127.0.0.1"
-CONNECT_S_MIN = 0.001  # 0 would mean not to wait for the answer at all
 LISTEN_LOOKUP_S = 2.0  # of this host's own name
 # Within a host nothing is lost and nobody shares the way: BBR, the default of some systems, would only hold bytes back
 # (it takes 1.5 times as long). Reno is in every kernel and needs no privilege.
@@ -38,23 +37,13 @@ def connect(
         raise SourceLost("the deadline passed", peer=endpoint, phase="connect")
     sock: socket.socket | None = None
     try:
-        sock = _connected(host, port, Deadline.after(min(left, stall_s)))
+        sock = connected(host, port, Deadline.after(min(left, stall_s)))
         tune(sock)
     except (OSError, ValueError) as error:  # ValueError: no name that can be looked up, as "a..b"
         if sock is not None:
             sock.close()
         raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
     return greet(sock, endpoint, stall_s=stall_s, deadline=deadline, make=make)
-
-
-def _connected(host: str, port: int, deadline: Deadline) -> socket.socket:
-    """Connect to the first of its IP addresses that lets us in. Raise the last one's OSError, or ValueError."""
-    *others, last = resolve(host, deadline)
-    for number, each in enumerate(others):
-        with contextlib.suppress(OSError):
-            left_s = deadline.remaining() / (len(others) + 1 - number)
-            return socket.create_connection((each, port), timeout=max(CONNECT_S_MIN, left_s))
-    return socket.create_connection((last, port), timeout=max(CONNECT_S_MIN, deadline.remaining()))
 
 
 def tune(sock: socket.socket) -> None:
