@@ -7,7 +7,7 @@ be called twice. What it registers acts only where a configuration names it:
     either of the two                                          core_follower.py, and a health check of the weights
     worker_extension_cls                                       caches.py: open sessions do not keep KV of old weights
     --load-format tensorhub, in `vllm serve`                   routes.py
-    either of the two                                          engine/pooling.py
+    either of the two, or worker_extension_cls                 engine/pooling.py
     either of the two                                          time to hand over the last copy when an engine ends
     either of the two                                          interrupts.py: an engine that starts ends at SIGTERM
     either of the two, or worker_extension_cls                 answers.py
@@ -190,6 +190,18 @@ def _add_generative_scores(serving: Any) -> None:
     _once(serving.ServingGenerativeScoring, generative_scores_of_one_version)
 
 
+def _add_offline_beams(offline: Any) -> None:
+    from tensorhub_plugins.vllm.engine.pooling import offline_beams_of_one_version
+
+    _once(offline.BeamSearchOfflineMixin, offline_beams_of_one_version)
+
+
+def _add_offline_pooling(offline: Any) -> None:
+    from tensorhub_plugins.vllm.engine.pooling import offline_pooling_of_one_version
+
+    _once(offline.PoolingOfflineMixin, offline_pooling_of_one_version)
+
+
 def _add_draining(multiproc_executor: Any) -> None:
     """An answer that is not fetched is taken for the answer to the next call."""
     from tensorhub_plugins.vllm.answers import all_fetched
@@ -218,13 +230,17 @@ def _wrap(owner: Any, name: str, new: Callable[..., Any]) -> None:
 def _once(serving: type, add: Callable[[Any, Callable[[Any], bool]], None]) -> None:
     """Have that added to a class, and not to it again."""
     if NAME not in vars(serving):
-        add(serving, _is_ours)
+        add(serving, lambda vllm_config: _is_ours(vllm_config) or _has_our_workers(vllm_config))
         setattr(serving, NAME, True)
 
 
 def _is_ours(vllm_config: Any) -> bool:
     transfer = getattr(vllm_config, "weight_transfer_config", None)
     return NAME in (vllm_config.load_config.load_format, getattr(transfer, "backend", None))
+
+
+def _has_our_workers(vllm_config: Any) -> bool:
+    return str(getattr(vllm_config.parallel_config, "worker_extension_cls", "")).startswith("tensorhub_plugins.")
 
 
 ADDITIONS: dict[str, Callable[[Any], None]] = {
@@ -240,7 +256,9 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
     "vllm.entrypoints.pooling.base.serving": _add_pooling,
     "vllm.entrypoints.pooling.scoring.serving": _add_scores,
     "vllm.entrypoints.generate.beam_search.online": _add_beams,
+    "vllm.entrypoints.generate.beam_search.offline": _add_offline_beams,
     "vllm.entrypoints.generate.generative_scoring.serving": _add_generative_scores,
+    "vllm.entrypoints.pooling.offline": _add_offline_pooling,
 }
 
 

@@ -23,7 +23,7 @@ from vllm_servers import make_two_models, serving
 from recipes.verl_grpo.make_model import make_tokenizer
 from tensorhub_plugins.core import Client, Server, UsageError
 from tensorhub_plugins.vllm.engine import pooling
-from tensorhub_plugins.vllm.engine.caches import Caches, epoch
+from tensorhub_plugins.vllm.engine.caches import Caches, WeightsMove, epoch
 from tensorhub_plugins.vllm.worker import progress
 
 TIMEOUT_S = 60.0
@@ -177,6 +177,69 @@ def test_weights_that_never_rest_are_said(way: str) -> None:
     assert refused.value.status_code == 503
 
 
+class Offline:
+    """Speaks as vLLM's `LLM`: what it computes is of the epochs of its first and its last request."""
+
+    def __init__(self, changes: int, *, pooling_task: str = "embed", config: str = "ours") -> None:
+        self.core = SimpleNamespace(
+            scheduler=SimpleNamespace(), reset_prefix_cache=lambda *_: True, reset_encoder_cache=lambda: None
+        )
+        self.caches, self.changes, self.pooling_task = Caches(self.core), changes, pooling_task
+        self.llm_engine = SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(engine_core=self.core))
+
+    def in_a_process(self) -> Offline:
+        self.llm_engine.engine_core = SimpleNamespace(call_utility=lambda method: getattr(self.core, method)())
+        return self
+
+    def _compute(self) -> list[int]:
+        before = epoch(self.core)
+        if self.changes:
+            self.changes -= 1
+            self.caches.forget()
+        return [before, epoch(self.core)]
+
+    def beam_search(self, prompts: Any, params: Any) -> list[int]:
+        return self._compute()
+
+    def score(self, query: str, documents: list[str]) -> list[int]:
+        return self._compute()
+
+    def encode(self, prompts: Any, *, pooling_task: str | None = None) -> list[int]:
+        return self._compute()
+
+
+class Wrapped(Offline):
+    pass
+
+
+pooling.offline_beams_of_one_version(Wrapped, lambda config: config == "ours")
+pooling.offline_pooling_of_one_version(Wrapped, lambda config: config == "ours")
+OFFLINE = {
+    "beam search": lambda llm: llm.beam_search(["a"], "params"),
+    "score": lambda llm: llm.score("a", ["b", "c"]),
+    "plugin": lambda llm: llm.encode({"data": 1}, pooling_task="plugin"),
+}
+
+
+@pytest.mark.parametrize("way", OFFLINE)
+def test_what_an_offline_engine_makes_of_several_requests_is_of_one_version(way: str) -> None:
+    ask = OFFLINE[way]
+    assert ask(Offline(1)) == [0, 1]  # the control
+    assert ask(Wrapped(1, config="another")) == [0, 1]
+    assert ask(Wrapped(0)) == [0, 0]
+    assert ask(Wrapped(2)) == [2, 2]
+    assert ask(Wrapped(1).in_a_process()) == [1, 1]
+    with pytest.raises(WeightsMove, match="ask again"):
+        ask(Wrapped(pooling.ATTEMPTS_MAX))
+
+
+def test_answers_that_are_requests_of_their_own_are_not_computed_again() -> None:
+    """However many of them there are in one call."""
+    llm = Wrapped(1, pooling_task="classify")
+    assert llm.score("a", ["b"]) == [0, 1]  # a cross-encoder's
+    assert Wrapped(1).encode(["a", "b"], pooling_task="embed") == [0, 1]
+
+
 def test_late_interaction_leaves_nothing_in_workers() -> None:
     class Scores:
         def __init__(self, engine: Any, *, enable_flash_late_interaction: bool = True) -> None:
@@ -189,6 +252,7 @@ def test_late_interaction_leaves_nothing_in_workers() -> None:
 
 
 def test_vllm_has_what_is_wrapped() -> None:
+    from vllm import LLM
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
@@ -199,7 +263,8 @@ def test_vllm_has_what_is_wrapped() -> None:
     register()
     register()
     generates = (BeamSearchOnlineMixin.beam_search, ServingGenerativeScoring.create_generative_scoring)
-    for function in (PoolingBaseServing._collect_batch, ServingScores.__init__, *generates):
+    offline = (LLM.beam_search, LLM.score, LLM.encode)
+    for function in (PoolingBaseServing._collect_batch, ServingScores.__init__, *generates, *offline):
         assert not hasattr(function.__wrapped__, "__wrapped__")  # once
     assert ServingScores._collect_batch is PoolingBaseServing._collect_batch
     assert callable(PoolingBaseServing._prepare_generators)
@@ -244,6 +309,38 @@ def test_what_steps_gather_is_of_one_version(task: str, models: Any, hub: Server
             if task == "token_embed":
                 engine.call("tensorhub_test_keep_progress")
                 assert [len(each) for each in gather(3, 3)] != rows  # the control: more rows than tokens
+
+
+@pytest.mark.heavy
+def test_an_offline_beam_search_is_of_one_version(models: Any, hub: Server) -> None:
+    """The new weights come between two of its steps."""
+    joining = {"hub": hub.address, "run": "test", "model": "actor", "replica": "rollout"}
+    options = {"skip_tokenizer_init": False}
+    prompt, tokens, steps = [5, 6, 7], 8, 4
+    for seed in (1, 2):
+        make_tokenizer().save_pretrained(models("llama", seed))
+    with Client(hub.address, run="test", model="actor", replica="trainer") as trainer:
+        whole = []
+        for seed in (1, 2):
+            with Engine(models("llama", seed), **options) as fresh:
+                whole.append(fresh.ask("beams", prompt, tokens, -1, [], True))
+        old, new = whole
+        assert old[0][: len(prompt) + steps] != new[0][: len(prompt) + steps]
+        trainer.publish(1, checkpoint(models("llama", 2)))
+        trainer.publish(2, checkpoint(models("llama", 1)))
+        trainer.publish(3, checkpoint(models("llama", 2)))
+        with Engine(models("llama", 1), **options) as engine:
+            engine.call("tensorhub_connect", joining)
+
+            def search(version: int, *, wrapped: bool = True) -> Any:
+                engine.call("tensorhub_start_fetch", version, TIMEOUT_S)
+                wait_until(lambda: engine.call("tensorhub_poll")["state"] == "ready", "fetched", TIMEOUT_S)
+                calls = [("tensorhub_install", (version, TIMEOUT_S))]
+                return engine.ask("beams", prompt, tokens, steps, calls, wrapped)
+
+            assert search(1) == new
+            assert search(2) == old
+            assert search(3, wrapped=False) not in (old, new)  # the control
 
 
 VERSIONS = 8

@@ -348,6 +348,31 @@ class _Host:
                     found[output.request_id] = [[each.logprob for each in row.values()] for row in rows if row]
         raise AssertionError
 
+    def beams(self, prompt: list[int], tokens: int, steps: int, calls: list[tuple[str, Any]], wrapped: bool) -> Any:
+        """The token ids of a beam search by `LLM`, with these calls of workers before so many of its steps, as an
+        update makes them. wrapped: as the store has it; else as vLLM has."""
+        from vllm.sampling_params import BeamSearchParams
+
+        taken, run = itertools.count(), self.llm._render_and_run_requests
+
+        def step(*args: Any, **options: Any) -> Any:
+            if next(taken) == steps:
+                self.pause()
+                for method, given in calls:
+                    self.rpc(method, given)
+                self.resume()
+            return run(*args, **options)
+
+        self.llm._render_and_run_requests = step
+        try:
+            search = type(self.llm).beam_search
+            found = (search if wrapped else search.__wrapped__)(
+                self.llm, [{"prompt_token_ids": prompt}], BeamSearchParams(beam_width=2, max_tokens=tokens)
+            )
+            return [beam.tokens for beam in found[0].sequences]
+        finally:
+            del self.llm._render_and_run_requests
+
     def step(self) -> None:
         try:
             outputs = self.llm.llm_engine.step()

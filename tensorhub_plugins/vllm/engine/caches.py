@@ -11,7 +11,7 @@ Where weights have changed and vLLM has not forgotten since, the caches are *sta
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from tensorhub_plugins.core import TensorHubError, UsageError
@@ -29,6 +29,10 @@ class StaleCaches(TensorHubError):
     """vLLM keeps what was computed with other weights: end what holds it, then resume or update again."""
 
 
+class WeightsMove(TensorHubError):
+    """The weights changed each time that an answer of several requests was computed: ask again, or for less at once."""
+
+
 class Caches:
     """Use it in the core's loop."""
 
@@ -39,11 +43,13 @@ class Caches:
         self._is_asked = False  # when a session goes on
         self.is_stale = False
         self.refusal = ""  # why it has stayed so
+        core.tensorhub_epoch = partial(epoch, core)
         original = core.reset_prefix_cache
 
         @wraps(original)
         def reset_prefix_cache(reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
-            if reset_running_requests:
+            if reset_running_requests:  # the store's own adapters ask for that at each change of the weights
+                core.tensorhub_epochs = epoch(core) + 1
                 self._let_go_of_sessions()
             return original(reset_running_requests, reset_connector)
 
@@ -51,7 +57,6 @@ class Caches:
 
     def forget(self) -> None:
         """StaleCaches, with nothing changed but that requests are computed anew: not all could be forgotten."""
-        self._core.tensorhub_epochs = epoch(self._core) + 1
         cause: Exception | None = None
         try:
             done = self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)

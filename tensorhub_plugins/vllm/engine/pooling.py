@@ -1,4 +1,4 @@
-"""Answers of `vllm serve` that the API server makes of several requests: the score of a query and a document, whose
+"""Answers that `vllm serve`, or vLLM's `LLM`, makes of several requests: the score of a query and a document, whose
 embeddings are requests of their own, or the embedding of a text in chunks; a beam search, each of whose steps is asked
 for by itself; generative scores. Each is of one version, or asked for again.
 
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from tensorhub_plugins.vllm.engine.caches import WeightsMove
 
 ATTEMPTS_MAX = 5  # an install takes a moment, and versions are seconds apart
-
+PAIRED = ("embed", "token_embed")  # what a model computes where LLM.score compares two of its answers
+PLUGIN = "plugin"  # the pooling task whose answer somebody's own code makes of several
 
 T = TypeVar("T")
 
@@ -68,6 +72,43 @@ def generative_scores_of_one_version(serving: Any, is_ours: Callable[[Any], bool
     serving.create_generative_scoring = create_generative_scoring
 
 
+def offline_beams_of_one_version(mixin: Any, is_ours: Callable[[Any], bool]) -> None:
+    """Wrap vLLM's BeamSearchOfflineMixin, a base of `LLM`."""
+    mixin.beam_search = _computed_at_rest(mixin.beam_search, is_ours, lambda *_, **__: True)
+
+
+def offline_pooling_of_one_version(mixin: Any, is_ours: Callable[[Any], bool]) -> None:
+    """Wrap vLLM's PoolingOfflineMixin, a base of `LLM`, where one answer is made of several requests."""
+    mixin.score = _computed_at_rest(mixin.score, is_ours, lambda llm, *_, **__: llm.pooling_task in PAIRED)
+    mixin.encode = _computed_at_rest(mixin.encode, is_ours, lambda *_, pooling_task=None, **__: pooling_task == PLUGIN)
+
+
+def _computed_at_rest(
+    original: Callable[..., Any], is_ours: Callable[[Any], bool], is_of_several: Callable[..., bool]
+) -> Callable[..., Any]:
+    @wraps(original)
+    def compute(llm: Any, *args: Any, **options: Any) -> Any:
+        engine = llm.llm_engine
+        if not (is_ours(engine.vllm_config) and is_of_several(llm, *args, **options)):
+            return original(llm, *args, **options)
+        for _ in range(ATTEMPTS_MAX):
+            before = _epoch_here(engine)
+            computed = original(llm, *args, **options)
+            if _epoch_here(engine) == before:
+                return computed
+        raise _weights_move()
+
+    return compute
+
+
+def _epoch_here(engine: Any) -> int:
+    """Return the epoch of the core of vLLM's LLMEngine, which is a process of its own or lives in this one."""
+    client = engine.engine_core
+    if hasattr(client, "call_utility"):
+        return int(client.call_utility("tensorhub_epoch"))
+    return int(client.engine_core.tensorhub_epoch())
+
+
 async def _while_weights_rest(engine: Any, compute: Callable[[int], Awaitable[T]]) -> T:
     """What was computed while the weights changed is computed again; HTTP 503 after ATTEMPTS_MAX changes."""
     for attempt in range(ATTEMPTS_MAX):
@@ -77,7 +118,13 @@ async def _while_weights_rest(engine: Any, compute: Callable[[int], Awaitable[T]
             return computed
     from fastapi import HTTPException
 
-    raise HTTPException(503, f"the weights changed {ATTEMPTS_MAX} times while this was computed: ask again")
+    raise HTTPException(503, _weights_move().message)
+
+
+def _weights_move() -> WeightsMove:
+    from tensorhub_plugins.vllm.engine.caches import WeightsMove  # only here is anything of the store imported
+
+    return WeightsMove(f"the weights changed {ATTEMPTS_MAX} times while this was computed: ask again")
 
 
 async def _epochs(engine: Any) -> list[int]:
