@@ -97,8 +97,14 @@ def _discard_output() -> None:
         os.close(nowhere)
 
 
+class _Parser(argparse.ArgumentParser):
+    def print_help(self, file: Any = None) -> None:
+        """Print it, and raise OSError where that fails, which argparse's own does not."""
+        print(self.format_help(), end="", file=file, flush=True)
+
+
 def _main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tensorhub", description=__doc__)
+    parser = _Parser(prog="tensorhub", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("server", help="start a hub (metadata only: it never sees a weight)")
     where = server.add_mutually_exclusive_group()
@@ -316,6 +322,7 @@ def _adapter(module: str, lacking: str) -> Any:
 
 
 def _framework_doctor(name: str, arguments: list[str]) -> int:
+    logging.raiseExceptions = False  # vLLM logs to stdout, which may take no more: no traceback for each line
     try:
         doctor = import_module(DOCTORS[name])
     except (ImportError, UsageError) as error:
@@ -446,8 +453,13 @@ def _worker_lines(worker: dict[str, Any]) -> list[str]:
         f"  worker {worker['worker']} on {host}: holds {holds}, "
         f"{worker['bytes_held'] / 1e6:.1f} MB, heard {worker['last_heard_s']:.1f} s ago"
     )
-    corrupt = worker.get("corrupt_segments")
-    return [line, f"    readers got {corrupt} corrupt segments from it: see its log and theirs"] if corrupt else [line]
+    lines = [line]
+    if corrupt := worker.get("corrupt_segments"):
+        lines.append(f"    readers got {corrupt} corrupt segments from it: see its log and theirs")
+    if refuses := worker.get("refuses"):
+        why = refuses["why"] or "its log says why"
+        lines.append(f"    it cannot install version {version_label(refuses['version'])}: {why}")
+    return lines
 
 
 def status_text(report: dict[str, Any]) -> str:

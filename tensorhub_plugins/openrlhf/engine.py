@@ -213,7 +213,7 @@ class TensorHubEngine(_Stock):
         that refuses all there is has them, says so in its heartbeats, and gets no prompts."""
         while True:
             try:
-                refused = tuple(self.follower.refused)
+                refused = dict(self.follower.refused)
                 version = await asyncio.to_thread(
                     client.target, refused=refused, pins=self.follower.pins, timeout_s=0.0
                 )

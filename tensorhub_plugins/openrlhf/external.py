@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from openrlhf.trainer.ray import vllm_engine
 
-from tensorhub_plugins.core import Deadline, UsageError, record
+from tensorhub_plugins.core import Deadline, UsageError, VersionRefused, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned, came_from
@@ -176,6 +176,9 @@ class ExternalEngine:
     async def _need(self, version: int) -> None:
         deadline = Deadline.after(self.options.timeout_s)
         while self._serving().version < version:
+            refused, why = self._serving().refusal
+            if refused >= version:
+                raise VersionRefused(why, version=refused)
             if deadline.expired:
                 raise ServerLost(
                     f"{self._url} has version {self._serving().version} and was asked to answer from a later one",

@@ -148,7 +148,7 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
     another.
     """
     lost = ""
-    refused: list[int] = []  # not this model's
+    refused: dict[int, str] = {}  # not this model's, and why
     out_of_step: list[int] = []  # these workers lost each other: once more is enough, unless one of them cannot go on
     while True:
         try:
@@ -159,7 +159,7 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
         if result["installed"]:
             break
         if anyone(updater.gather, updater.poll()["error_kind"] == VersionRefused.__name__):
-            refused.append(version)
+            refused[version] = str(result["error"])
         lost_step = anyone(updater.gather, str(result["error"]).startswith(OutOfStep.__name__))
         verdict = _Verdict.FAIL
         if updater.position.shard == 0:

@@ -77,8 +77,7 @@ def _add_to_engine_core(core: Any) -> None:
 
     def initialize_kv_caches(original: Any, engine_core: Any, vllm_config: Any) -> Any:
         result = original(engine_core, vllm_config)
-        extension = str(getattr(vllm_config.parallel_config, "worker_extension_cls", ""))
-        if _is_ours(vllm_config) or extension.startswith("tensorhub_plugins."):
+        if _is_ours(vllm_config) or _has_our_workers(vllm_config):
             from tensorhub_plugins.vllm.worker.extension import compare_unnamed
 
             compare_unnamed(engine_core)
@@ -86,7 +85,7 @@ def _add_to_engine_core(core: Any) -> None:
             from tensorhub_plugins.vllm.engine.core_follower import attach
 
             attach(engine_core, vllm_config)
-        elif extension.startswith("tensorhub_plugins."):
+        elif _has_our_workers(vllm_config):
             from tensorhub_plugins.vllm.engine.caches import Caches
 
             Caches(engine_core)

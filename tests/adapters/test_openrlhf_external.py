@@ -13,7 +13,7 @@ pytest.importorskip("openrlhf")
 from vllm import SamplingParams
 from vllm_http import FACTS, Fake, answering, status
 
-from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.core import Client, Server, UsageError, VersionRefused
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.external import ExternalEngine, as_json, is_of_one_version, text_of
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST
@@ -132,6 +132,22 @@ def test_without_partial_rollout_a_prompt_is_asked_again_until_it_is_of_one_vers
         assert [r["extra_logs"][FIRST] for r in responses] == [4, 4] and len(fake.asked) == 4
 
     play(hub, story, partial=False)
+
+
+def test_a_version_that_it_refuses_is_said_with_why(
+    hub: Server, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neutral, "PROBE_INTERVAL_S", 0.02)
+
+    async def story(fake: Fake, engine: ExternalEngine) -> None:
+        fake.status = status(refusal=[4, "no tensor 'a'"])
+        with pytest.raises(VersionRefused, match="no tensor 'a'"):
+            await engine.generate_responses(**asked, min_version=4)
+        heartbeat = await engine.tensorhub_heartbeat()
+        assert (heartbeat["refusal"], heartbeat["version"]) == ((4, "no tensor 'a'"), 3)
+        assert len(await engine.generate_responses(**asked, min_version=3)) == 2
+
+    play(hub, story, partial=True, timeout_s=30.0)
 
 
 def test_it_answers_from_the_version_that_is_asked_for_or_not_at_all(

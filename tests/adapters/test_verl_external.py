@@ -81,6 +81,12 @@ def test_an_answer_is_verls_with_exact_steps(hub: Server) -> None:
             await server.join()
             beat = await server.tensorhub_heartbeat()
             assert (beat["worker"], beat["ready"], beat["version"]) == ("external-1/0", True, 3)
+            assert (beat["refusal"], beat["stays"]) == ((0, ""), False)
+            fake.status = status(refusal=[4, "no tensor 'a'"])
+            while not beat["stays"]:
+                await asyncio.sleep(0.005)
+                beat = await server.tensorhub_heartbeat()
+            assert (beat["refusal"], beat["ready"]) == ((4, "no tensor 'a'"), True)
             fake.starts = [[3, 0], [5, 1]]
             output = await server.generate(**asked, priority=0, image_data=None)
             assert (output.token_ids, output.log_probs) == ([0, 1, 2, 3], [-0.0, -1.0, -2.0, -3.0])

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, VersionRefused
+from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig
 from tensorhub_plugins.vllm.engine import core_follower, follower
 from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
@@ -39,6 +40,7 @@ class Core:
         self.idle, self._available, self.asked, self.version = True, True, 0, 0
         self.holder, self.asks = "", 0
         self.log: list[Any] = []
+        self.status: Callable[[], dict[str, Any]] = dict
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loop = threading.Thread(target=self._run)
         self._loop.start()
@@ -124,6 +126,7 @@ def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         how: Any = {"follow": when, "follow_patience_s": options.get("patience_s", TIMEOUT_S)}
         one = CoreFollower(cast(Any, core), config, StartConfig(**how))
         one.start()
+        core.status = one.status
         ends.extend([one.close, one._thread.join, core.close, updater.close])
         return core
 
@@ -280,11 +283,21 @@ def test_a_version_that_the_worker_refuses_is_fetched_once(
         wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
         trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
         wait_until(lambda: ("start_fetch", 2) in core.log, "tried")
+        wait_until(lambda: _shown(hub) == ["it cannot install version 2: a tensor is missing"], "shown to people")
+        assert core.status()["refusal"] == (2, "a tensor is missing [version=2]")
         trainer.publish(3, {"weight": torch.full((4, 1000), 3.0)})
         wait_until(lambda: core.log[-3:] == [("switch", 3), "forget", "resume"], "switched")
+        wait_until(lambda: _shown(hub) == [], "it has a newer one")
+        assert core.status()["refusal"] == (0, "")
         assert core.log.count(("start_fetch", 2)) == 1
         trainer.pin(2)
         wait_until(lambda: core.log.count(("start_fetch", 2)) == 2, "tried again, because it was pinned")
+
+
+def _shown(hub: Server) -> list[str]:
+    """What `tensorhub status` says of refusals."""
+    lines = status_text(fetch_status(hub.address)).splitlines()
+    return [line.strip().partition(" [")[0] for line in lines if "cannot install" in line]
 
 
 def test_patience_ends(following: Any, hub: Server) -> None:

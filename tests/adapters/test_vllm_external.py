@@ -243,6 +243,29 @@ def test_one_that_answers_as_something_else_is_watched_all_the_same(play: Any) -
     play(story)
 
 
+def test_what_a_server_refuses_is_heard_with_why(play: Any) -> None:
+    async def story(fake: Fake, other: External) -> None:
+        del fake.status["following"]["refusal"]  # one with an earlier version of this package
+        await other.join()
+        assert other.refusal == (0, "")
+        fake.status = status(refusal=[4, "no tensor 'a'"])
+        await _until(lambda: other.refusal == (4, "no tensor 'a'"))
+        assert other.why_not == "" and other.version == 3  # it goes on with the one before
+        fake.status = status(version=5)
+        await _until(lambda: other.refusal == (0, ""))
+
+    play(story)
+
+
+def test_a_server_that_refuses_its_first_version_joins_with_its_reason(play: Any) -> None:
+    async def story(fake: Fake, other: External) -> None:
+        fake.status = status(version=0, refusal=[4, "no tensor 'a'"])
+        with pytest.raises(UsageError, match="cannot install version 4: no tensor 'a'"):
+            await other.join()
+
+    play(story)
+
+
 def test_one_that_is_started_again_as_something_else_gets_no_requests(play: Any) -> None:
     async def story(fake: Fake, other: External) -> None:
         await other.join()

@@ -22,6 +22,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "version": 3,
         "broken": False,
         "hub_silent_s": 0.5,
+        "refusal": [0, ""],
     }
     said: dict[str, Any] = {
         "following": following,

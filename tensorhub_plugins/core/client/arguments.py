@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 from tensorhub_plugins.core.deadline import Deadline, timeout_for, until
@@ -37,6 +37,7 @@ from tensorhub_plugins.core.types import (
 )
 
 LAYOUTS_MAX = 8  # in one fetch
+REASON_LENGTH_MAX = 1000  # of why a version was refused, which the hub keeps
 PREEMPTIBLE_VARIABLE = "TENSORHUB_PREEMPTIBLE"
 
 log = logging.getLogger("tensorhub.client")
@@ -63,13 +64,16 @@ def check_installed(what: str, version: object) -> None:
         check_version(version, what)
 
 
-def check_target(installed: object, refused: object, *, pins: object) -> tuple[int, ...]:
-    """Return the last of the versions that were refused. Raise UsageError for what no follower can have."""
+def check_target(installed: object, refused: object, *, pins: object) -> tuple[tuple[int, ...], str]:
+    """Return the last of the versions that were refused, and why the newest was, as far as known. Raise UsageError for
+    what no follower can have."""
     check_flags(pins=pins)
     check_installed("installed", installed)
     if isinstance(refused, str) or not isinstance(refused, Iterable):
         raise UsageError(f"refused={refused!r:.80}: give a list of versions")
-    return tuple(check_version(each, "each version in refused") for each in refused)[-REFUSED_MAX:]
+    versions = tuple(check_version(each, "each version in refused") for each in refused)[-REFUSED_MAX:]
+    why = refused[max(versions)] if isinstance(refused, Mapping) and versions else ""
+    return versions, str(why)[:REASON_LENGTH_MAX]
 
 
 def check_offered(version: object, layout: object, timeout_s: float | None = None) -> None:

@@ -355,14 +355,14 @@ class Client:
     ) -> int:
         """Return the version that this worker is to run, once that is not `installed` (0: none is).
 
-        It is the pinned version; else the newest visible one that is not in `refused` (versions that this worker could
-        not install, the last 64 count). It is older than what is installed only if that was withdrawn, or if it is
-        pinned. A version in `refused` is returned once more when it is pinned again. pins=False: ignore pins, for a
-        reader that needs the trainer's newest. Raise NotPublished at the deadline, or VersionGone if what is
-        installed was withdrawn, or what is pinned is held by no worker, and there is nothing to run instead.
+        It is the pinned version (unless pins=False); else the newest visible one that is not in `refused`: those that
+        this worker could not install, which may map to why, for `tensorhub status`. It is older than what is installed
+        only if that was withdrawn, or if it is pinned, and in `refused` only if it is pinned anew. Raise NotPublished
+        at the deadline, or VersionGone if what is pinned, or installed and withdrawn, has nothing to be run instead.
         """
-        refused, serial = arguments.check_target(installed, refused, pins=pins), self._hub.directive.serial
-        reply = self._ask(lambda n: messages.Target(n, installed, timeout_s, refused, serial, bool(pins)), timeout_s)
+        (versions, why), serial = arguments.check_target(installed, refused, pins=pins), self._hub.directive.serial
+        said = versions, serial, bool(pins), why
+        reply = self._ask(lambda n: messages.Target(n, installed, timeout_s, *said), timeout_s)
         assert isinstance(reply, messages.Visible)
         return reply.version
 

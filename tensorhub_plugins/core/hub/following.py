@@ -14,7 +14,7 @@ import msgspec
 
 from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.registry import Registry
-from tensorhub_plugins.core.hub.state import History, Pending
+from tensorhub_plugins.core.hub.state import History, Pending, Worker
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import Attempt, conflicts
@@ -56,6 +56,7 @@ class Following:
     def try_target(self, pending: Pending, target: m.Target, now: float) -> m.Reply | None:
         """Return the version for a follower to run. It goes back only to a pinned version, or from one that is over."""
         history, installed = pending.worker.history, target.installed
+        self._note_refusal(pending.worker, target)
         pin = history.directive.pin if target.pins else 0
         if pin:
             overruled = history.directive.serial > target.serial  # pinned after it was refused
@@ -80,6 +81,19 @@ class Following:
             error = "VersionGone"
             text = f"version {installed}, which is installed, was withdrawn, and there is no other to run: publish one"
         return m.Refused(target.request_id, error, text)
+
+    def _note_refusal(self, worker: Worker, target: m.Target) -> None:
+        """Remember for people the newest version that the worker refuses, if it is above the installed one.
+
+        A question that does not wait, and names none, says nothing of that."""
+        if not (target.refused or target.timeout_s):
+            return
+        newest = max(target.refused, default=0)
+        refusal = (newest, target.why) if newest > target.installed else (0, "")
+        if refusal != worker.refusal:
+            worker.refusal = refusal
+            if newest := refusal[0]:
+                self._outbox.log(f"{worker.name} cannot install version {version_text(newest)}: {target.why}")
 
     # --- operators ---
 

@@ -127,6 +127,7 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "preemptible": worker.hello.preemptible,
         "pending": len(worker.pending),
         "corrupt_segments": worker.corrupt_segments,
+        "refuses": {**_number(worker.refusal[0]), "why": worker.refusal[1]} if worker.refusal[0] else None,
     }
 
 

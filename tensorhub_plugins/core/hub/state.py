@@ -198,6 +198,7 @@ class Worker(_Referred):
     is_replaced: bool = False  # another process has sent Hello as this shard of this replica since
     last_request_id: int = 0  # the highest that is known
     seen_version: int = 0
+    refusal: tuple[int, str] = (0, "")  # the newest version that it cannot install, and why; 0: none
     holdings: dict[ShardKey, Holding] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)  # as a reader
     readers: dict[tuple[bytes, int], Lease] = field(default_factory=dict)  # as a source

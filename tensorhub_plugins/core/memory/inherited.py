@@ -2,7 +2,7 @@
 
 They lie in a file that parent and child would share, into which the parent reads a later version once they have been
 released. So the child keeps a loan (loans.py) of what is held when it is forked: while it lives the parent takes other
-memory. And its mapping becomes its own: what the child writes nobody else sees.
+memory. And its mapping becomes its own: what the child writes no other process sees.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tensorhub_plugins.core.memory.slab import Slab
 
 
 class Holds(Protocol):
-    """Hands out slabs that it will use again."""
+    """A pool of slabs, which it uses again."""
 
     def held(self) -> Iterable[Slab]:
-        """Those whose bytes somebody uses."""
+        """Return those whose bytes a caller uses."""
 
 
 class _Inherited(NamedTuple):
@@ -41,14 +41,14 @@ _now = threading.local()  # what this thread, which forks, passes on
 
 
 def pass_on(holder: Holds) -> None:
-    """From now on forked children keep what this one holds."""
+    """Have forked children keep what this pool holds, from now on."""
     _watch()
     _holders.add(holder)
 
 
 @cache
 def _watch() -> None:
-    """Once, and not before there is something: importing has no effects."""
+    """Watch forks: once, and not before there is a pool, as importing has no effects."""
     os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
@@ -58,7 +58,7 @@ def _before() -> None:
 
 
 def _inherited(slab: Slab) -> _Inherited | None:
-    """None: it holds nothing, is each process' own anyhow, or was closed, so that nobody writes there any more."""
+    """Return what a child needs; None where the memory is empty, private, or closed, and so not written again."""
     with suppress(UsageError):
         tensors, fd = slab.tensors(), slab.shared_fd
         if tensors and fd is not None:
@@ -78,6 +78,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    """Without a loan it has nothing there: it dies of SIGSEGV, rather than read what is not what it was."""
+    """Map the memory anew. Without a loan there is none: better SIGSEGV than to read other bytes than before."""
+    _holders.clear()  # a child of this one has its pages, and the loans, by being forked
     for each in _now.__dict__.pop("passed_on", ()):
         map_at(each.address, each.size_bytes, each.fd if each.loan_fd >= 0 else None)

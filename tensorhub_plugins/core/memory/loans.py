@@ -141,7 +141,7 @@ class KeptFromChildren:
 
 
 def map_at(address: int, size_bytes: int, fd: int | None = None, *, replace: bool = True) -> None:
-    """Map this file at the address, private to this process; None: nothing, so that whoever touches it gets SIGSEGV.
+    """Map this file at the address, private to this process; None: nothing, so that each access ends in SIGSEGV.
     replace: what is mapped there now."""
     flags = mmap.MAP_PRIVATE | MAP_NORESERVE | (MAP_FIXED if replace else MAP_FIXED_NOREPLACE)
     access = 0 if fd is None else mmap.PROT_READ | mmap.PROT_WRITE

@@ -87,7 +87,7 @@ class SlabPool:
             self._held.discard(slab)
 
     def held(self) -> list[Slab]:
-        """What somebody has fetched and not released."""
+        """Return what was fetched and not released."""
         with self._lock:
             return list(self._held)
 

@@ -349,9 +349,8 @@ class Wait(_Message, frozen=True):
 class Target(_Message, frozen=True):
     """Asks which version a follower is to run; answered as soon as that is not `installed` (0: none).
 
-    That is the pinned one; else the newest visible one that is not in `refused`, and not older than what is installed
-    unless that was withdrawn. serial: of the directive under which it refused; a later pin overrules the refusal.
-    pins: False: as if nothing were pinned.
+    The pinned one, if `pins`; else the newest visible one not in `refused` (why: the newest of them), and not below
+    what is installed unless that was withdrawn. serial: of the directive it refused under; a later pin overrules that.
     """
 
     request_id: Count
@@ -360,6 +359,7 @@ class Target(_Message, frozen=True):
     refused: Annotated[tuple[Number, ...], msgspec.Meta(max_length=REFUSED_MAX)] = ()
     serial: Serial = 0
     pins: bool = True
+    why: Text = ""
 
 
 class Pin(_Message, frozen=True):

@@ -32,7 +32,7 @@ from typing import Any
 from tensorhub_plugins.core import Client, TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse, shares_experts
-from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches, epoch
+from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.core import Core, label, status
 from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S, RETRY_DELAY_MAX_S, RETRY_DELAY_S, Follower
 from tensorhub_plugins.vllm.engine.ranks import FirstRank, OtherRank, store_of
@@ -68,7 +68,6 @@ def attach(core: Any, vllm_config: Any) -> None:
     core.collective_rpc = _as_one(core, caches, core.collective_rpc)
     core.resume_scheduler = _only_if_whole(core, caches, core.resume_scheduler)
     core.tensorhub_status = lambda: None  # it follows nobody
-    core.tensorhub_epoch = partial(epoch, core)
     core.tensorhub_label = partial(label, core)
     if vllm_config.load_config.load_format == NAME:
         _follow(core, caches, vllm_config)
@@ -243,7 +242,8 @@ class CoreFollower(Follower):
 
     def status(self) -> dict[str, Any]:
         """Call in the core's loop. Whom it follows, and how far it is."""
-        return status(self._joining, self._when, self._core.version, self.is_broken, self._hub_silent_s)
+        said = status(self._joining, self._when, self._core.version, self.is_broken, self._hub_silent_s)
+        return {**said, "refusal": self.refusal}
 
     @property
     def _hub_silent_s(self) -> float:
@@ -324,6 +324,6 @@ class CoreFollower(Follower):
             if await self._core.is_idle():
                 return None
             with suppress(TensorHubError):
-                refused = tuple(self.refused)
+                refused = dict(self.refused)
                 return await asyncio.to_thread(self._ask_hub, version, refused=refused, timeout_s=POLL_INTERVAL_S)
         return None

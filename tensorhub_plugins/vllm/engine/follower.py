@@ -147,7 +147,7 @@ class Follower:
         installed = 0 if self.is_broken else self.version  # the same version repairs, too
         try:
             version = await asyncio.to_thread(
-                self.target, installed, refused=tuple(self.refused), pins=self.pins, timeout_s=HUB_TIMEOUT_S
+                self.target, installed, refused=dict(self.refused), pins=self.pins, timeout_s=HUB_TIMEOUT_S
             )
         except (NotPublished, DeadlineExceeded, VersionGone, HubUnreachable) as error:
             await self._nothing_to_run(error)

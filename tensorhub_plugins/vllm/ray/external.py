@@ -29,7 +29,7 @@ import aiohttp
 import msgspec
 import ray
 
-from tensorhub_plugins.core import Client, TensorHubError, UsageError, record
+from tensorhub_plugins.core import Client, TensorHubError, UsageError, record, version_text
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
@@ -79,7 +79,13 @@ class Answer(msgspec.Struct, frozen=True):
     spans: tuple[tuple[int, int], ...]
 
 
-class Following(TypedDict):
+class Refusing(TypedDict, total=False):
+    """What servers with an earlier version of this package do not tell."""
+
+    refusal: tuple[int, str]  # a newer version that it cannot install, and why; (0, ""): none
+
+
+class Following(Refusing):
     """Of `Status`, see core_follower.py."""
 
     run: str
@@ -203,6 +209,7 @@ class External:
         self.url = url.rstrip("/")
         self.expected, self.timeout_s = expected, timeout_s
         self.version = 0
+        self.refusal = 0, ""  # a newer version that it cannot install, and why
         self.why_not = "it has not been asked yet"  # it gets no requests; "": it does
         self._store = store
         self._heard_at = time.monotonic()
@@ -225,12 +232,24 @@ class External:
         return {name: len(got.token_ids) for name, (_, got) in self._streams.items()}
 
     @property
+    def stays(self) -> bool:
+        """Whether it will not go on to the trainer's newest version."""
+        return self.refusal[0] > 0 or self._store.pinned is not None
+
+    @property
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_at
 
     def heartbeat(self) -> Heartbeat:
         """What a dispatcher is told. It may take requests unless it says why not."""
-        return {"version": self.version, "ready": not self.why_not, "why": self.why_not, "silent_s": self.silent_s}
+        return {
+            "version": self.version,
+            "ready": not self.why_not,
+            "why": self.why_not,
+            "silent_s": self.silent_s,
+            "refusal": self.refusal,
+            "stays": self.stays,
+        }
 
     # --- joining, and being watched -----------------------------------------------------------------------------------
 
@@ -246,6 +265,9 @@ class External:
             assert following is not None  # or it is refused
             if following["version"] > 0 and await asyncio.to_thread(self._holds_something, following["replica"]):
                 break
+            number, why_not = following.get("refusal", (0, ""))
+            if number and not following["version"]:
+                raise UsageError(f"{self.url} cannot install version {version_text(number)}: {why_not}")
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"{self.url} follows run {following['run']} with version {following['version']}, which the hub of "
@@ -316,7 +338,7 @@ class External:
             why_not = f"{self.url} has not heard of the hub for longer than staleness_s, {limit_s:g} s"
         if why_not and why_not != self.why_not:
             logger.warning("no requests for a while: %s", why_not)
-        self.version = following["version"]
+        self.version, self.refusal = following["version"], following.get("refusal", (0, ""))
         if why_not or self._heard_at >= self._refused_until:
             self.why_not = why_not
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeAlias
@@ -137,10 +137,10 @@ class Updater:
         # Whatever happened here: the other workers of this engine wait for this one's vote.
         return self.install(version, deadline.remaining())
 
-    def resolve(self, timeout_s: float, refused: Sequence[int] = ()) -> int:
+    def resolve(self, timeout_s: float, refused: Mapping[int, str] | None = None) -> int:
         """The version to run, none of `refused`, the same for every worker; NotPublished if there is none in time."""
         try:
-            newest, error = self._client.target(refused=refused, timeout_s=timeout_s), None
+            newest, error = self._client.target(refused=refused or {}, timeout_s=timeout_s), None
         except TensorHubError as failure:
             newest, error = 0, failure
         version = first_says(self.gather, newest)

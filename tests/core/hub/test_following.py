@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hub_scenarios import LIMITS, RUNTIME, Scenario
 
+from tensorhub_plugins.core.cli import status_text
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
@@ -43,6 +44,27 @@ def targets(scenario: Scenario, installed: int, worker: str = "rollout/0", **mor
     scenario.say(worker, m.Target, installed=installed, timeout_s=2.0, **more)
     scenario.wait(3.0)
     return [text for text in scenario.heard(worker) if text != "Alive"]
+
+
+def test_what_a_follower_cannot_install_is_shown_with_why(scenario: Scenario) -> None:
+    def shown() -> object:
+        said = report(scenario.hub.registry, 0.0)["models"][0]["workers"]  # type: ignore[index]
+        return next(worker["refuses"] for worker in said if worker["worker"] == "rollout/0")
+
+    why = "no tensor 'a'\n  worker forged"
+    operators_scene(scenario, 1, 2)
+    assert targets(scenario, 1) == ["visible 2"] and shown() is None
+    assert targets(scenario, 1, refused=(1, 2), why=why) == ["refused NotPublished"]
+    assert shown() == {"version": 2, "attempt": 0, "step": 2, "why": why}
+    scenario.say("rollout/0", m.Target, installed=2, timeout_s=0.0)  # what else is there, for who is asked for 2
+    assert shown() is not None
+    text = status_text({**report(scenario.hub.registry, 0.0)})
+    assert r"    it cannot install version 2: no tensor 'a'\n  worker forged" in text
+    assert targets(scenario, 3, refused=(1, 2), why="no tensor 'a'") == ["refused NotPublished"]
+    assert shown() is None and "cannot install" not in status_text({**report(scenario.hub.registry, 0.0)})
+    scenario.say("rollout/0", m.Target, installed=3, timeout_s=0.0, refused=(4,))  # of an earlier version of clients
+    assert "    it cannot install version 4: its log says why" in status_text({**report(scenario.hub.registry, 0.0)})
+    assert targets(scenario, 4) == ["refused NotPublished"] and shown() is None
 
 
 def test_latest_is_the_pinned_version_also_for_who_has_seen_a_newer_one(scenario: Scenario) -> None:
