@@ -45,24 +45,33 @@ def total_bytes(root: Path = ROOT) -> int:
 
 def available_bytes(root: Path = ROOT) -> int:
     """Return what it could take now without swapping or being killed; 0 where the system does not report it."""
-    free = [_machine_free(root)]
+    return free_bytes(root) or 0
+
+
+def free_bytes(root: Path) -> int | None:
+    """Return the same; None where the system does not report it. A group that does not say what it uses leaves its
+    limit at most."""
+    free = [machine] if (machine := _machine_free(root)) else []
     for folder, files, limit in _limited(root):
-        used = _number(folder / files.used)
-        if used is not None:
-            free.append(limit - used + sum(_field(folder / "memory.stat", name) for name in files.cache))
-    return max(0, min(free))
+        used = _number(folder / files.used) or 0
+        free.append(limit - used + sum(_field(folder / "memory.stat", name) for name in files.cache if used))
+    return max(0, min(free)) if free else None
 
 
 class Room:
     """The host memory that one call may take: what is free when it takes the first of it. What it has taken counts from
     then on, though pages are allocated as they are written."""
 
-    def __init__(self) -> None:
-        self._size_bytes, self._taken_bytes = 0, 0
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root = root
+        self._size_bytes: int | None = None
+        self._taken_bytes = 0
 
     def take(self, size_bytes: int) -> None:
         """Count memory that is about to be mapped. Raise ResourceRefused where there is not so much."""
-        self._size_bytes = self._size_bytes or available_bytes() or total_bytes()
+        if self._size_bytes is None:
+            free = free_bytes(self._root)
+            self._size_bytes = total_bytes(self._root) if free is None else free
         self._taken_bytes += size_bytes
         if self._taken_bytes > self._size_bytes:
             raise ResourceRefused(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub_plugins.core.machine import available_bytes, cores, pids_max, total_bytes
+from tensorhub_plugins.core.errors import ResourceRefused
+from tensorhub_plugins.core.machine import Room, available_bytes, cores, pids_max, total_bytes
 
 MB, MACHINE_FREE = 1 << 20, 900 << 20
 NO_LIMIT = (1 << 63) - 4096  # as version 1 says it
@@ -96,6 +97,33 @@ def test_what_is_over_its_limit_has_nothing(tmp_path: Path) -> None:
     machine(tmp_path, "0::/a")
     v2(tmp_path, "a", 10 * MB, 12 * MB)
     assert available_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize("used", [10 * MB, 12 * MB], ids=["all of it", "more"])
+def test_of_a_group_that_is_full_nothing_is_taken(tmp_path: Path, used: int) -> None:
+    """Not what the machine has, nor the limit; also by one that is to hold the last copy."""
+    machine(tmp_path, "0::/a")
+    v2(tmp_path, "a", 10 * MB, used)
+    with pytest.raises(ResourceRefused, match="this process may take 0.0 GB more"):
+        Room(tmp_path).take(1)
+    Room(tmp_path).take(0)
+    v2(tmp_path, "a", 10 * MB, used, cache=3 * MB)  # which the kernel reclaims
+    room = Room(tmp_path)
+    room.take(MB)
+    v2(tmp_path, "a", 10 * MB, 0)  # what was free when it began
+    with pytest.raises(ResourceRefused):
+        room.take(3 * MB)
+
+
+def test_where_the_system_does_not_say_what_is_free_the_limit_counts(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/a")
+    write(tmp_path, f"{V2}/a/memory.max", 10 * MB)
+    for free in ("", "MemAvailable: 1000000 kB"):
+        write(tmp_path, "proc/meminfo", free)
+        Room(tmp_path).take(10 * MB)
+        with pytest.raises(ResourceRefused):
+            Room(tmp_path).take(10 * MB + 1)
+    Room(tmp_path / "none").take(64 * MB)  # nothing is known
 
 
 def test_the_machine_may_have_less_than_the_group(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_shards_of_one_read_count_together(stage, monkeypatch, parted, fits)
     for shard, trainer in enumerate(trainers):
         parts = {"w": Part((2 * MEGABYTE,), (shard * MEGABYTE,))} if parted else None
         trainer.publish(1, {"w" if parted else f"w{shard}": torch.ones(MEGABYTE, dtype=torch.uint8)}, parts=parts)
-    monkeypatch.setattr(machine, "available_bytes", lambda: (3 if fits else 1) * MEGABYTE + MEGABYTE // 2)
+    monkeypatch.setattr(machine, "free_bytes", lambda _: (3 if fits else 1) * MEGABYTE + MEGABYTE // 2)
     if fits:
         assert sum(int(tensor.sum()) for tensor in rollout.fetch(1).tensors().values()) == 2 * MEGABYTE
     else:
@@ -66,21 +66,21 @@ def test_memory_that_is_used_again_needs_no_room(stage, monkeypatch):
     trainer.publish(1, tensors_of(1))
     trainer.publish(2, tensors_of(2))
     rollout.fetch(1).release()
-    monkeypatch.setattr(machine, "available_bytes", lambda: 1)
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 1)
     assert same_bytes(rollout.fetch(2).tensors(), tensors_of(2))
 
 
 def test_further_names_of_live_memory_need_room(stage, monkeypatch):
     """They are read into memory of their own first."""
     rollout, weight = stage.client("rollout"), torch.zeros(1000)
-    monkeypatch.setattr(machine, "available_bytes", lambda: 3999)
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 3999)
     with pytest.raises(UsageError, match=WORDS):
         rollout.replicate({"embed": weight, "head": weight}, 1)
 
 
 def test_where_the_system_does_not_say_what_is_free_the_machine_is_the_limit(monkeypatch):
     """It says 0 as well where a control group has nothing left."""
-    monkeypatch.setattr(machine, "available_bytes", lambda: 0)
+    monkeypatch.setattr(machine, "free_bytes", lambda _: None)
     Room().take(MEGABYTE)
     with pytest.raises(UsageError, match=WORDS):
         Room().take(machine.total_bytes() + 1)
