@@ -6,6 +6,7 @@ import pytest
 from hub_scenarios import LIMITS, RUNTIME, Scenario
 
 from tensorhub_plugins.core.cli import status_text
+from tensorhub_plugins.core.client.arguments import check_target
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
@@ -65,6 +66,14 @@ def test_what_a_follower_cannot_install_is_shown_with_why(scenario: Scenario) ->
     scenario.say("rollout/0", m.Target, installed=3, timeout_s=0.0, refused=(4,))  # of an earlier version of clients
     assert "    it cannot install version 4: its log says why" in status_text({**report(scenario.hub.registry, 0.0)})
     assert targets(scenario, 4) == ["refused NotPublished"] and shown() is None
+
+
+def test_why_a_version_is_refused_may_be_anything() -> None:
+    assert check_target(0, (1, 2), pins=True) == ((1, 2), "")
+    assert check_target(0, {}, pins=True) == ((), "")
+    assert check_target(0, {2: "newest", 1: "older"}, pins=True) == ((2, 1), "newest")
+    assert check_target(0, {1: "no file \udcff"}, pins=True)[1] == "no file ?"
+    assert check_target(0, {1: ValueError("x" * 10_000)}, pins=True)[1] == "x" * 1000
 
 
 def test_latest_is_the_pinned_version_also_for_who_has_seen_a_newer_one(scenario: Scenario) -> None:
