@@ -21,6 +21,7 @@ from tensorhub_plugins.verl import external
 from tensorhub_plugins.verl.config import Options
 from tensorhub_plugins.verl.external import ExternalServer, Rollout, request_of, rollout_of
 from tensorhub_plugins.verl.routing import ReplicaLost
+from tensorhub_plugins.vllm.ray import external as neutral
 from tensorhub_plugins.vllm.ray.external import Expected
 
 ROLLOUT = Rollout(100, 40, 60, 1.0, False, (126, 127))
@@ -68,7 +69,9 @@ class _Config(dict[str, Any]):
     __getattr__ = dict.__getitem__
 
 
-def test_an_answer_is_verls_with_exact_steps(hub: Server) -> None:
+def test_an_answer_is_verls_with_exact_steps(hub: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neutral, "PROBE_INTERVAL_S", 0.02)
+
     async def story() -> None:
         fake = Fake()
         options = Options(hub=hub.address, **RUN)
