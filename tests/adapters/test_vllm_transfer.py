@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from vllm_engines import PROMPTS, Engine, EngineError, checkpoint, wait_until
 
 from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.vllm import names
 
 pytestmark = pytest.mark.heavy
 
@@ -22,6 +23,7 @@ TIMEOUT_S = 30.0
 KIND = "qwen2-tied"
 CACHED = [[(7 * k) % 400 + 10 for k in range(130)]]  # four blocks of the prefix cache, and a bit
 BLOCKS = {"block_size": 32, "enable_prefix_caching": True}
+LABELLED = str(names.installed_version()) >= "0.27"  # older ones have no weight_version
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,8 @@ def test_an_engine_follows_by_itself(when: str, models: Any, answers: Any, bare:
             wait_until(lambda: version() == 2, "switched")
             wait_until(lambda: progress(engine) == {200}, "they end")
             assert engine.generate(CACHED) == answers(2)[1]
-            assert engine.ask("own", "get_weight_version", ()) == "2"
+            if LABELLED:
+                assert engine.ask("own", "get_weight_version", ()) == "2"
             # Paused by somebody else, it stays as it is, and switches once it is resumed.
             engine.ask("core", "pause_scheduler", ("keep",))
             trainer.publish(3, checkpoint(models(KIND, 1)))
