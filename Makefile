@@ -89,12 +89,15 @@ test-versions: ## what the adapters use of vLLM, in the sources of every version
 VLLM_VERSIONS = vllm-0.24-cpu verl-cpu vllm-next-cpu
 VLLM_TESTS = $(patsubst %,tests/adapters/test_vllm_%.py,plugin loader updates first_version sigterm transfer serve external_serve)
 test-vllm-in-vllm-next-cpu: VLLM_TESTS = tests/adapters/test_vllm_*.py
+# It is what verl itself pins: verl's demo, too.
+test-vllm-in-vllm-0.24-cpu: VLLM_DEMO = python -m recipes.demo --size tiny --steps 5 --control-steps 4
 
 test-vllm-versions: $(addprefix test-vllm-in-,$(VLLM_VERSIONS)) ## real engines of vLLM 0.24, 0.29 and 0.32, each in its own environment
 
 test-vllm-in-%:
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -v $(VLLM_TESTS)
+	$(VLLM_DEMO)
 
 test-openrlhf: ## the tests that run OpenRLHF, in its own environment
 	@$(IN_ENV); export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PYTHONPATH="$$PWD/recipes/cpu/openrlhf"

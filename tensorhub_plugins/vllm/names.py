@@ -8,16 +8,16 @@ from __future__ import annotations
 NAME = "tensorhub"
 LEAVING_S = 8.0  # for an engine that ends: HAND_OVER_TIMEOUT_S (updater.py), and its processes
 
-RUN = "run"  # the adapter's tests were run with it
+RUN = "run"  # the adapter's tests were run with it (verl with 0.24: the demo, which checks what it claims)
 CHECKED = "checked"  # what the adapter uses is in its sources, and takes what it is given: tests/versions
 # By framework: the minor versions of vLLM. Each is held against its last release.
 VERSIONS = {
     "vllm": {
-        **{"0.24": CHECKED, "0.25": CHECKED, "0.26": CHECKED, "0.27": CHECKED, "0.28": CHECKED, "0.29": RUN},
+        **{"0.24": RUN, "0.25": CHECKED, "0.26": CHECKED, "0.27": CHECKED, "0.28": CHECKED, "0.29": RUN},
         **{"0.30": CHECKED, "0.31": CHECKED, "0.32": RUN, "0.33": CHECKED},
     },
-    "verl": {"0.24": CHECKED, "0.29": RUN},
-    "openrlhf": {"0.29": RUN},
+    "verl": {"0.24": RUN, "0.29": RUN},
+    "openrlhf": {"0.29": RUN, "0.31": CHECKED},
 }
 RELEASES = {
     **{"0.24": "0.24.0", "0.25": "0.25.1", "0.26": "0.26.0", "0.27": "0.27.1", "0.28": "0.28.0", "0.29": "0.29.0"},

@@ -205,6 +205,8 @@ def test_the_range_is_said_alike_everywhere() -> None:
     readme = (root / "README.md").read_text()
     assert f"vLLM {first} to {last} (vLLM's own weight transfer: from {names.WEIGHT_TRANSFER_FIRST})" in readme
     assert f"run with {names.listed(names.run_with('vllm'))}" in readme
+    assert f"on every node (vLLM {names.listed(names.run_with('verl'), 'or')}, others are refused)" in readme
+    assert f"(it takes vLLM {names.listed(names.run_with('openrlhf'), 'or')}, other versions are refused)" in readme
     assert list(names.RELEASES) == list(names.VERSIONS["vllm"])
 
 
