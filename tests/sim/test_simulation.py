@@ -172,6 +172,7 @@ def crossings(seeds: range) -> tuple[int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_one_copy_crosses_a_long_way_and_the_others_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not exactly one: who comes when all near it have gone on to the next version reads from afar again."""
     times, different = crossings(range(24))
