@@ -58,7 +58,7 @@ test: lint ## lint, the quick tests, of those that start vLLM, verl, Ray and vir
 # A run of CI has time for some of these: it gives WITHIN, the seconds after which no other file is begun, and TURN.
 test-heavy: ## what else starts vLLM, verl and Ray, but for the longest (half an hour on two quiet cores)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
-	python -m pytest -x -v -m "heavy and not smoke and not long" $(if $(WITHIN),--begin-within $(WITHIN) --turn $(TURN))
+	python -m pytest -x -v -m "heavy and not smoke and not long" $(if $(WITHIN),--begin-within $(WITHIN) --turn $(or $(TURN),0))
 
 test-long: ## the longest: whole runs in every mode, vLLM as a server, every model (hours)
 	@$(IN_ENV); export OMP_NUM_THREADS=1

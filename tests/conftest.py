@@ -34,7 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("smoke") and not item.get_closest_marker("heavy"):
             raise pytest.UsageError(f"{item.nodeid}: `smoke` chooses among the `heavy` tests, mark it so")
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # first: nobody waits for them at the end
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the slow ones first, or the other processes wait for them at the end
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @atexit.register  # before Ray is imported, so that what it does at the end is done before

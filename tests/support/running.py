@@ -57,22 +57,26 @@ class SlowTests:
 
     def __init__(self) -> None:
         self.took_s: defaultdict[str, float] = defaultdict(float)
+        self.far_too_long: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not {"heavy", "long", "slow"} & set(report.keywords):
             self.took_s[report.nodeid] += report.duration
+            is_busy = os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
+            if self.took_s[report.nodeid] > FAR_TOO_LONG * QUICK_S and not is_busy:
+                self.far_too_long.add(report.nodeid)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
         yield
-        is_busy = os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
-        if not is_busy and max(self.took_s.values(), default=0.0) > FAR_TOO_LONG * QUICK_S and not session.exitstatus:
+        if self.far_too_long and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         slow = sorted((-took_s, test) for test, took_s in self.took_s.items() if took_s > QUICK_S)
         if slow:
-            error = f"above {FAR_TOO_LONG * QUICK_S:g} s, where nothing else runs, that is an error"
-            terminalreporter.section(f"above {QUICK_S:g} s, not marked `slow` ({error})")
+            limit = f"above {FAR_TOO_LONG * QUICK_S:g} s, where nothing else runs, that is an error"
+            terminalreporter.section(f"above {QUICK_S:g} s, not marked `slow` ({limit})")
             for took_s, test in slow:
-                terminalreporter.write_line(f"{-took_s:6.1f} s  {test}")
+                error = ", an error" if test in self.far_too_long else ""
+                terminalreporter.write_line(f"{-took_s:6.1f} s  {test}{error}")
