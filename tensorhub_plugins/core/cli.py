@@ -459,6 +459,8 @@ def _worker_lines(worker: dict[str, Any]) -> list[str]:
     if refuses := worker.get("refuses"):
         why = refuses["why"] or "its log says why"
         lines.append(f"    it cannot install version {version_label(refuses['version'])}: {why}")
+    if worker.get("unreached"):
+        lines.append(f"    {worker['unreached']}")
     return lines
 
 

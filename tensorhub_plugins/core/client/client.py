@@ -47,7 +47,6 @@ from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transfer import replication
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transfer.runner import Outcome, Transfer
-from tensorhub_plugins.core.transfer.unreached import Unreached
 from tensorhub_plugins.core.transports import DEFAULT_LIMITS, DEFAULT_TRANSPORTS, Offer, TransportLimits
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
@@ -138,7 +137,6 @@ class Client:
         self._limits = TransferLimits() if limits is None else limits
         self._location = arguments.check_location(arguments.here() if location is None else location)
         self._lock, self._left, self._transfers = threading.Lock(), threading.Event(), set[Transfer]()
-        self._unreached = Unreached()
         self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
         self.budget = Budget(self._worker, memory_budget_bytes, refuses=over_budget == "refuse")
         self._serving = Serving(self._worker, SlabPool(), self.budget)
@@ -556,7 +554,7 @@ class Client:
             location=self._location,
             limits=self._limits,
         )
-        transfer = Transfer(machine, self._hub, self._transports, destinations, self._unreached)
+        transfer = Transfer(machine, self._hub, self._transports, destinations, self._hub.unreached)
         calls.when_interrupted(lambda: transfer.stop(calls.Interrupted()))
         with self._lock:
             self._transfers.add(transfer)

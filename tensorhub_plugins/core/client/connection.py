@@ -32,6 +32,7 @@ from tensorhub_plugins.core.protocol.address import hub_addresses, lookup, new_s
 from tensorhub_plugins.core.security import curve
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
+from tensorhub_plugins.core.transfer.unreached import Unreached
 from tensorhub_plugins.core.types import printable
 
 log = logging.getLogger("tensorhub.client")
@@ -117,7 +118,7 @@ class HubLink:
         often = session.REDIAL_S if len(self._addresses) == 1 else session.REDIAL_SEVERAL_S
         redial_s = often if redial_s is None else redial_s
         self._machine = session.Session(_checked(identity), time.monotonic(), redial_s=redial_s, gate=gate)
-        self._lock, self._outbox = threading.RLock(), deque[bytes]()
+        self._lock, self._outbox, self.unreached = threading.RLock(), deque[bytes](), Unreached()
         self._futures: dict[int, tuple[Future[messages.Reply], session.Request]] = {}
         self._welcomed: Future[None] = Future()
         self._closing, self._refused, self._nameless = False, "", ""  # why it does not admit us, or has no address
@@ -376,8 +377,11 @@ class HubLink:
             self._look_at_handshakes()  # from now on a child may be forked, and must not inherit this connection
             if not self._welcomed.done():
                 self._welcomed.set_result(None)
+        if isinstance(message, messages.Alive) and message.unreached:
+            log.warning("%s: %s", self._name, printable(message.unreached))
+        self._machine.unreached = self.unreached.sessions(time.monotonic())  # for the next heartbeat, as is:
         if self._copies is not None and isinstance(message, messages.Welcome | messages.Alive):
-            self._machine.room_bytes = min(self._copies.room_bytes(), messages.COUNT_MAX)  # for the next heartbeat
+            self._machine.room_bytes = min(self._copies.room_bytes(), messages.COUNT_MAX)
         if self._copies is not None and isinstance(message, messages.Alive) and message.hold:
             self._copies.hold(message.hold)
         hub, tells = self._machine.hub, isinstance(message, messages.Welcome | messages.Alive) and message.clock

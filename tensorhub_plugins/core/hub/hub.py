@@ -42,6 +42,7 @@ from typing import TypeAlias
 import msgspec
 from typing_extensions import assert_never
 
+from tensorhub_plugins.core.hub import unreached
 from tensorhub_plugins.core.hub.beginning import Beginning, changes, over
 from tensorhub_plugins.core.hub.domains import FailureDomains
 from tensorhub_plugins.core.hub.following import Following
@@ -542,6 +543,7 @@ class Hub:
                 self.registry.waiters.remove(pending)  # abandoned, and the message that says so was lost
         self.registry.renew(worker, heartbeat.progress, now)
         self._hear_used(worker, heartbeat.served, now)
+        unreached.hear(worker, heartbeat.unreached, self._outbox, now)
         history = worker.history
         self.registry.waiters.mark_all_ready(history.beginning.values())  # the previous trainer may be the live one
         knows = heartbeat.directive_checksum in (0, history.directive_checksum)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tensorhub_plugins.core.hub import unreached
 from tensorhub_plugins.core.hub.copies import Copies, Counted
 from tensorhub_plugins.core.hub.limits import ANSWER_SIZE_BYTES_MAX
 from tensorhub_plugins.core.hub.publishing import spenders
@@ -54,6 +55,7 @@ def _model(registry: Registry, history: History, now: float, room: Room) -> dict
     room.size_bytes, room.left_out = room.size_bytes + names.size_bytes, names.left_out
     workers = sorted(history.workers.values(), key=lambda worker: worker.role == "reader")
     leases = (lease for worker in workers for lease in worker.leases.values())
+    shut = unreached.readers_of(history)
     return {
         "run": history.run,
         "model": history.model,
@@ -78,7 +80,7 @@ def _model(registry: Registry, history: History, now: float, room: Room) -> dict
         "attempt": history.directive.attempts[-1].number if history.directive.attempts else 0,
         "corrupt_segments": history.corrupt_segments,
         "versions": versions,
-        "workers": _some(room, workers, lambda worker: _worker(worker, now)),
+        "workers": _some(room, workers, lambda worker: _worker(worker, now, shut.get(worker.session, []))),
         "leases": _some(room, leases, lambda lease: _lease(registry, lease, now)),
         "left_out": room.left_out,
     }
@@ -114,7 +116,7 @@ def _number(version: int) -> dict[str, object]:
     return {"version": version, "attempt": attempt_of(version), "step": step_of(version)}
 
 
-def _worker(worker: Worker, now: float) -> dict[str, object]:
+def _worker(worker: Worker, now: float, shut: list[str]) -> dict[str, object]:
     complete = [h for h in worker.holdings.values() if h.complete]
     return {
         "worker": worker.name,
@@ -128,6 +130,7 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "pending": len(worker.pending),
         "corrupt_segments": worker.corrupt_segments,
         "refuses": {**_number(worker.refusal[0]), "why": worker.refusal[1]} if worker.refusal[0] else None,
+        "unreached": unreached.said_of(worker, shut),
     }
 
 

@@ -220,6 +220,8 @@ class Worker(_Referred):
     doubts: dict[tuple[ShardKey, bytes], float] = field(default_factory=dict)  # (key, reader) of recent reports to it
     announced_shards: int = 0  # that it reads, as its Hello has reported
     layouts: Counter[str] = field(default_factory=Counter)  # of a reader: how many shards it has of each
+    unreached: dict[bytes, float] = field(default_factory=dict)  # sources that it cannot connect to -> when it said so
+    is_said_unreached: bool = False  # that a reader cannot connect to this one
     room_bytes: int = 0  # free for copies that others need, as last reported
     is_leaving: bool = False  # it hands over what only it has
     published_size_bytes: int = 0  # what it holds of what it has published

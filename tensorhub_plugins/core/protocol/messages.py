@@ -39,6 +39,7 @@ WITHDRAWN_MAX = 256  # versions that a directive names, the newest: older ones h
 REFUSED_MAX = 64  # versions that one engine cannot install, the last ones: far more than are held at any time
 NOT_HELD_MAX = 8  # that a Welcome names: the next Welcome names the next ones
 GRANTS_MAX = 4096  # in one answer: with the longest names it is below FROM_HUB_SIZE_BYTES_MAX
+UNREACHED_MAX = 64  # sources that one heartbeat names: the last ones
 SERVED_MAX = 1024  # leases that one heartbeat names; the next one names the rest
 CORRUPT_MAX = 16  # segments that one message names: after a few a source is not asked again
 SERIAL_MAX = 1 << 32  # of directives: far more than a run ever gets
@@ -244,6 +245,7 @@ class Heartbeat(_Message, frozen=True):
     number that grows; a worker without progress for too long is not reading, and loses the lease. room_bytes: free for
     copies that the hub may ask it to hold (`Alive.hold`); 0: none, or the worker is older than this field. leaving:
     what it holds is about to go. served: leases on it (`Claim.reader`) used since the last heartbeat; None: unknown.
+    unreached: sources that it could not connect to, a minute ago at most.
     """
 
     hub: Session
@@ -256,6 +258,7 @@ class Heartbeat(_Message, frozen=True):
     room_bytes: Count = 0
     leaving: bool = False
     served: Annotated[tuple[Word, ...], msgspec.Meta(max_length=SERVED_MAX)] | None = None
+    unreached: Annotated[tuple[Session, ...], msgspec.Meta(max_length=UNREACHED_MAX)] = ()
 
 
 class Bye(_Message, frozen=True):
@@ -470,6 +473,7 @@ class Alive(_Message, frozen=True):
     hold: Count = 0
     hub: HubLife = b""  # the one with this clock
     name_proof: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # proves this session's name to the next hub
+    unreached: Text = ""  # for the worker's log: that a reader cannot connect to it
 
 
 class Done(_Message, frozen=True):

@@ -26,6 +26,7 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol import reach
 from tensorhub_plugins.core.transfer.events import (
     Answer,
     Arrived,
@@ -64,10 +65,7 @@ from tensorhub_plugins.core.types import (
 
 NAMES_SHOWN_MAX = 5  # of tensors, in an error's message
 LOSSES_SHOWN_MAX = 3  # the last ones, in an error's message
-UNREACHED_REMEDY = (
-    "if a source lives that cannot be connected to from here, set on its host TENSORHUB_ADVERTISE to an address that "
-    "can, and TENSORHUB_PORTS to ports that a firewall lets pass"
-)
+UNREACHED_REMEDY = f"if a source lives that cannot be connected to from here, {reach.REMEDY}"
 
 
 @dataclass

@@ -21,6 +21,7 @@ from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
+from tensorhub_plugins.core.protocol.reach import is_of_one_host
 from tensorhub_plugins.core.security import tls
 from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transports import Link, Transport, choices, nothing_in_common
@@ -63,8 +64,8 @@ class SourceReader:
         self._machine = machine
         self._limits = machine.limits
         self._verify = machine.verify
-        self._borrows = machine.borrows and distance(machine.location, grant.location) == HOST
-        self._far = distance(machine.location, grant.location) == FAR
+        self._away = distance(machine.location, grant.location)
+        self._borrows, self._far = machine.borrows and self._away == HOST, self._away == FAR
         self._inbox = inbox
         self._changed = threading.Condition()
         self._batches: deque[_Batch] = deque()
@@ -73,6 +74,7 @@ class SourceReader:
         self._link: Link | None = None
         self._closed = False
         self._refused = False  # the source's address refuses connections
+        self._misled = False  # connected to an address that leads elsewhere from other hosts
         self._busy = 0  # segments that were asked for and have not arrived
         self._expected_at = time.monotonic() + self._limits.open_s + self._limits.stall_s
         self._told_waiting_at = 0.0
@@ -198,10 +200,10 @@ class SourceReader:
                     if self._closed:
                         link.close()
                         raise SourceLost("given up while it was opened", peer=self.grant.worker, phase="open")
-                    self._link = link
+                    self._link, self._misled = link, self._away != HOST and is_of_one_host(endpoint)
                 link.digests, link.ticket, link.borrows = self._verify, self.grant.ticket, self._borrows
                 manifest = link.open(self.key, self.grant.as_of, deadline=deadline)
-                self.transport = name
+                self.transport, self._misled = name, False
                 return link, manifest
             except VersionGone as error:
                 raise SourceLost(str(error), peer=self.grant.worker, phase="open") from error
@@ -243,7 +245,7 @@ class SourceReader:
 
     def lost(self, why: str) -> events.Lost:
         """Return the event that this source is lost, and whether it was ever reached."""
-        is_unreached = self._link is None
+        is_unreached = self._link is None or self._misled
         return events.Lost(self.shard, self.grant.session, why, self._refused and is_unreached, is_unreached)
 
     def _tell(self, event: events.Event | Exception) -> None:

@@ -1,14 +1,16 @@
 """Sources that this client could not connect to: behind a firewall, or at an address that is only local to them.
 
-Each attempt costs `open_s`. Such a source is asked only where there is no other, until it may have come into reach.
+Each attempt costs `open_s`. Such a source is asked only where there is no other, until it may have come into reach. The
+hub hears of it with the heartbeats, and says it to the source's host.
 """
 
 from __future__ import annotations
 
 import threading
 
+from tensorhub_plugins.core.protocol.messages import UNREACHED_MAX
+
 REMEMBERED_S = 60.0
-SOURCES_MAX = 64  # the last ones
 
 
 class Unreached:
@@ -23,7 +25,7 @@ class Unreached:
         with self._lock:
             self._until.pop(session, None)
             self._until[session] = now + REMEMBERED_S
-            if len(self._until) > SOURCES_MAX:
+            if len(self._until) > UNREACHED_MAX:
                 del self._until[next(iter(self._until))]
 
     def sessions(self, now: float) -> tuple[bytes, ...]:

@@ -557,3 +557,31 @@ def test_who_sent_corrupt_bytes_is_told_and_counted_and_the_log_says_it_once(sce
     assert [w["corrupt_segments"] for w in model["workers"]] == [4, 0, 0]
     scenario.acquire("b/0", version=1)
     assert scenario.heard("b/0")[-1] == f"read 1 {CHECKPOINT} 0<-trainer/0"  # whether it is right only it can say
+
+
+def test_a_source_that_cannot_be_connected_to_is_told_once_if_it_lives() -> None:
+    """The hub waits until it has heard the source since; one that has died is blamed for nothing."""
+    story = Scenario()
+    story.join("trainer/0")
+    for reader in ("rollout-0/0", "rollout-1/0"):
+        story.join(reader, location=Location(host="b"))
+    shut = (story.sessions["trainer/0"], b"nobody knows it!")
+    for _ in range(3):
+        story.now += 1.0
+        story.beat("rollout-0/0", unreached=shut)
+    assert story.warned == [] and story.heard("trainer/0") == [], "the control: it is silent"
+    story.beat("trainer/0")
+    story.heard("trainer/0")
+    for reader in ("rollout-0/0", "rollout-1/0", "rollout-0/0"):
+        story.now += 1.0
+        story.beat(reader, unreached=shut)
+    (said,) = story.warned
+    assert said.startswith("rollout-0/0 on b cannot connect to trainer/0 at trainer/0: set TENSORHUB_ADVERTISE")
+    assert [message.unreached for message in story.inbox["trainer/0"]] == [said]
+    (model,) = report(story.hub.registry, story.now)["models"]
+    (shown,) = filter(None, (worker["unreached"] for worker in model["workers"]))
+    assert shown.startswith("rollout-0/0, rollout-1/0 cannot connect to trainer/0 at trainer/0:")
+    for reader in ("rollout-0/0", "rollout-1/0"):
+        story.beat(reader)
+    (model,) = report(story.hub.registry, story.now)["models"]
+    assert not any(worker["unreached"] for worker in model["workers"]), "they reach it, or have left"

@@ -1,0 +1,36 @@
+"""Sources that readers cannot connect to: reported in the log, to the sources themselves and in the status. PURE."""
+
+from __future__ import annotations
+
+from tensorhub_plugins.core.hub.outbox import Outbox
+from tensorhub_plugins.core.hub.state import History, Worker
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol import reach
+
+
+def hear(reader: Worker, sources: tuple[bytes, ...], outbox: Outbox, now: float) -> None:
+    """Record which sources a reader cannot connect to. Warn once of each that is alive, as it was heard since, in the
+    log and on its own host."""
+    reader.unreached = {session: reader.unreached.get(session, now) for session in sources}
+    for session, since in reader.unreached.items():
+        source = reader.history.workers.get(session)
+        if source is None or source.is_said_unreached or source.last_heard <= since:
+            continue
+        source.is_said_unreached = True
+        said = said_of(source, [f"{reader.name} on {reader.hello.location.host or 'another host'}"])
+        outbox.warn(said)
+        outbox.send(session, m.Alive(unreached=said))
+
+
+def said_of(source: Worker, readers: list[str]) -> str:
+    """Return that these readers cannot connect to this source, for people; "" if there are none."""
+    return reach.unreached(source.name, source.hello.endpoints, readers) if readers else ""
+
+
+def readers_of(history: History) -> dict[bytes, list[str]]:
+    """Return the readers that cannot connect to a source, by its session."""
+    found: dict[bytes, list[str]] = {}
+    for worker in history.workers.values():
+        for session in worker.unreached:
+            found.setdefault(session, []).append(worker.name)
+    return found
