@@ -27,11 +27,13 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """The source of this shard has sent its manifest (already checked for consistency)."""
+    """The source of this shard has sent its manifest (already checked for consistency). slower: faster ways by which it
+    is not read, and why, for the log; "": it is read by the fastest."""
 
     shard: int
     session: bytes
     manifest: Manifest
+    slower: str = ""
 
 
 class Prepared(msgspec.Struct, frozen=True):

@@ -33,7 +33,7 @@ from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader, Target
 from tensorhub_plugins.core.transfer.unreached import Unreached
 from tensorhub_plugins.core.transports import Transport
-from tensorhub_plugins.core.types import ShardKey
+from tensorhub_plugins.core.types import ShardKey, printable
 
 log = logging.getLogger("tensorhub.client")
 
@@ -154,8 +154,7 @@ class Transfer:
         try:
             while not self._ended:
                 event = self._next.popleft() if self._next else self._next_event()
-                if isinstance(event, events.Lost) and event.unreached:
-                    self._unreached.add(event.session, time.monotonic())
+                self._note(event)
                 for effect in self._machine.handle(event, time.monotonic()):
                     self._carry_out(effect)
         finally:
@@ -163,6 +162,16 @@ class Transfer:
         if self._error is not None:
             raise self._error
         return self._outcome(began)
+
+    def _note(self, event: events.Event) -> None:
+        """Remember for the client's other transfers how its sources can be reached."""
+        match event:
+            case events.Lost(_, session, _, _, True):
+                self._unreached.add(session, time.monotonic())
+            case events.Opened(_, session, _, slower) if slower and self._unreached.is_first_slow(session):
+                log.warning("%s", printable(slower))
+            case _:
+                pass
 
     def _outcome(self, began: float) -> Outcome:
         ended = time.monotonic()

@@ -27,6 +27,8 @@ from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transports import Link, Transport, choices, nothing_in_common
 from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
 
+WITHIN_A_HOST = ("cuda_ipc", "shm")
+
 
 @dataclass
 class Target:
@@ -75,6 +77,7 @@ class SourceReader:
         self._closed = False
         self._refused = False  # the source's address refuses connections
         self._misled = False  # connected to an address that leads elsewhere from other hosts
+        self._slower = ""  # the ways that it does not take, and why
         self._busy = 0  # segments that were asked for and have not arrived
         self._expected_at = time.monotonic() + self._limits.open_s + self._limits.stall_s
         self._told_waiting_at = 0.0
@@ -148,7 +151,7 @@ class SourceReader:
     def _run(self) -> None:
         try:
             link, manifest = self._open()
-            self._tell(events.Opened(self.shard, self.grant.session, manifest))
+            self._tell(events.Opened(self.shard, self.grant.session, manifest, self._slower))
             while self._wait():
                 if self._batches:
                     self._read(link)
@@ -191,7 +194,7 @@ class SourceReader:
     def _open(self) -> tuple[Link, Manifest]:
         """Open the best transport that both ends have and that reaches the source; return its link and manifest."""
         refused: ResourceRefused | None = None
-        problems, where = [], {"far": self._far, "tls_only": tls.is_required()}
+        problems, where = dict[str, str](), {"far": self._far, "tls_only": tls.is_required()}
         for name, endpoint in choices(tuple(self._transports), self.grant.endpoints, **where):
             deadline = self._soon()
             try:
@@ -204,6 +207,7 @@ class SourceReader:
                 link.digests, link.ticket, link.borrows = self._verify, self.grant.ticket, self._borrows
                 manifest = link.open(self.key, self.grant.as_of, deadline=deadline)
                 self.transport, self._misled = name, False
+                self._slower = _slower_way(name, problems, self.grant, tuple(self._transports), self._away)
                 return link, manifest
             except VersionGone as error:
                 raise SourceLost(str(error), peer=self.grant.worker, phase="open") from error
@@ -212,14 +216,14 @@ class SourceReader:
                 if found is None and isinstance(error, RuntimeError):
                     raise
                 refused = refused or found
-                problems.append(f"{name}: {error}")
+                problems[name] = str(error)
                 self._refused |= isinstance(error.__cause__, ConnectionRefusedError)
                 if self._link is not None:
                     self._link.close()
         if refused is not None:  # on this side: no other source could be read either
             raise refused
         raise SourceLost(
-            "; ".join(problems) or nothing_in_common(self.grant.endpoints, **where),
+            _listed(problems) or nothing_in_common(self.grant.endpoints, **where),
             peer=self.grant.worker,
             phase="open",
         )
@@ -250,6 +254,24 @@ class SourceReader:
 
     def _tell(self, event: events.Event | Exception) -> None:
         self._inbox.put((self, event))
+
+
+def _slower_way(taken: str, problems: Mapping[str, str], grant: messages.Grant, ours: Sequence[str], away: int) -> str:
+    """Return by which faster ways a source is not read, and why, for people; "" if it is read by the fastest."""
+    if taken in WITHIN_A_HOST:
+        return ""
+    faster = ("rdma", *WITHIN_A_HOST) if away == HOST else ("rdma",)
+    why = {name: problem for name, problem in problems.items() if name in faster}
+    if away == HOST and "shm" in ours and "shm" not in grant.endpoints:
+        why["shm"] = "it does not serve that"
+    if not why:
+        return ""
+    hint = "; if it is on another machine of the same name, set TENSORHUB_HOST on each" if away == HOST else ""
+    return f"{grant.worker} is read over {taken}, and not over a faster way: {_listed(why)}{hint}"
+
+
+def _listed(problems: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {problem}" for name, problem in problems.items())
 
 
 # With the reader it came from: events of a closed one are ignored, even if the same source is read again.

@@ -11,6 +11,7 @@ import threading
 from tensorhub_plugins.core.protocol.messages import UNREACHED_MAX
 
 REMEMBERED_S = 60.0
+SLOW_MAX = 1024  # sources that are not warned of a second time
 
 
 class Unreached:
@@ -18,6 +19,7 @@ class Unreached:
 
     def __init__(self) -> None:
         self._until: dict[bytes, float] = {}
+        self._slow: dict[bytes, None] = {}
         self._lock = threading.Lock()
 
     def add(self, session: bytes, now: float) -> None:
@@ -27,6 +29,15 @@ class Unreached:
             self._until[session] = now + REMEMBERED_S
             if len(self._until) > UNREACHED_MAX:
                 del self._until[next(iter(self._until))]
+
+    def is_first_slow(self, session: bytes) -> bool:
+        """Return whether this source, which is read by a slower way than it might be, is one for the first time."""
+        with self._lock:
+            is_new = session not in self._slow
+            self._slow[session] = None
+            if len(self._slow) > SLOW_MAX:
+                del self._slow[next(iter(self._slow))]
+            return is_new
 
     def sessions(self, now: float) -> tuple[bytes, ...]:
         """Return those that are still remembered."""

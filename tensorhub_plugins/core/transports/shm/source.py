@@ -19,6 +19,7 @@ from tensorhub_plugins.core.transports.stream.source import SourceBackend
 from tensorhub_plugins.core.transports.stream.unix_socket import check_owner
 from tensorhub_plugins.core.types import CHECKPOINT
 
+ADOPTED = "its tensors lie in memory that was adopted, or cannot be shared"
 READY_MAX = 4096  # segments in one word of the source: to say it for each takes time from those that copy
 COPY_AHEAD = 8  # while its reader copies these the source copies the next ones into the shared copy
 SHARED_COPY_READERS = 3  # at a time: to copy from a mapping is so much cheaper for each that it pays for a copy before
@@ -53,7 +54,7 @@ class ShmSource(SourceBackend):
             if self._copy_of(offer, several=together):
                 return None
             self._refused_at[offer] = now
-        return "its tensors lie in memory that was adopted, or cannot be shared"
+        return ADOPTED
 
     def addresses(self, offer: Offer) -> bytes | None:
         extents = None if offer.slab.shared_fd is not None else offer.slab.addresses()

@@ -28,13 +28,13 @@ from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan
 from tensorhub_plugins.core.security.leases import Gate
-from tensorhub_plugins.core.transports.interface import Shelf
+from tensorhub_plugins.core.transports.interface import NotServable, Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.pump import pump
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, runs_of
 from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.shm.memory_file import MappingCache, MemoryFile
-from tensorhub_plugins.core.transports.shm.source import ShmSource
+from tensorhub_plugins.core.transports.shm.source import ADOPTED, ShmSource
 from tensorhub_plugins.core.transports.stream import unix_socket
 from tensorhub_plugins.core.transports.stream.announced import AnnouncedStream
 from tensorhub_plugins.core.transports.stream.channel import Channel
@@ -48,6 +48,15 @@ SCHEME = "shm://"
 COPY_THREADS_MAX = 4  # one core copies at 5.6 GB/s here and two at 9.2
 COPY_SIZE_BYTES = 8 << 20  # for a thread at a time: to hand it a copy and to take it back costs as much as 1 MB of it
 CALL_SIZE_BYTES = 2 << 20  # of small segments by one call; what it has copied is digested from the cache
+
+FORBIDDEN = (
+    "the memory of other processes cannot be read here: allow that (ptrace scope, seccomp, the same user), or publish "
+    "with copy=True"
+)
+OTHER_PROCESSES = (
+    "its process is in another PID namespace: let both containers share one (hostPID, --pid=host), or publish with "
+    "copy=True"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -137,6 +146,7 @@ class ShmLink(SocketLink):
         self._device = device
         self._pid = unix_socket.peer_of(channel.sock)[0]
         self._by_address = by_address and self._pid > 0  # 0: it lives in another namespace of processes
+        self._why_not = FORBIDDEN if self._pid > 0 else OTHER_PROCESSES
         self._forbidden = forbidden
         self._block: MemoryFile | _process.ProcessMemory | None = None
         self._loan: Borrowed | None = None
@@ -149,14 +159,18 @@ class ShmLink(SocketLink):
 
     def _open(self, key: ShardKey, as_of: int, deadline: float) -> Manifest:
         self._layout = key.layout
-        manifest = super()._open(key, as_of, deadline)
+        try:
+            manifest = super()._open(key, as_of, deadline)
+        except NotServable as error:
+            why = f", and {self._why_not}" if ADOPTED in str(error) and not self._by_address else ""
+            raise NotServable(f"{error}{why}") from error
         if isinstance(self._block, _process.ProcessMemory):
             try:
                 self._block.probe()
             except OSError as error:
                 self._forbidden(error)
-                self._by_address = False
-                return super()._open(key, as_of, deadline)
+                self._by_address, self._why_not = False, FORBIDDEN
+                return self._open(key, as_of, deadline)
         return manifest
 
     def _receive_memory(self, channel: Channel, manifest: Manifest, opened: StreamOpened, deadline: float) -> None:
