@@ -109,12 +109,19 @@ def check_not_forked(pid: int, what: str) -> None:
 
 
 @cache
+def machine() -> str:
+    """Return an id of this boot of this machine, which its containers share; "": unknown."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+@cache
 def _here() -> str:
     """Return an id of this boot of this machine, and of this PID namespace; "": unknown."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    with suppress(OSError):
+        return f"{machine()} {os.readlink('/proc/self/ns/pid')}" if machine() else ""
+    return ""
 
 
 def _started(pid: int) -> str | None:

@@ -12,6 +12,7 @@ from tensorhub_plugins.core.deadline import Deadline, timeout_for, until
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.process import machine
 from tensorhub_plugins.core.protocol.advertised import Advertised
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX, RETAIN_MAX
 from tensorhub_plugins.core.security.leases import Gate
@@ -157,6 +158,11 @@ def here() -> Location:
         rack=os.environ.get("TENSORHUB_RACK", ""),
         host=os.environ.get("TENSORHUB_HOST") or socket.gethostname(),
     )
+
+
+def machine_of(location: Location) -> str:
+    """Return an id of this worker's machine; "" where its host was named explicitly, or where the id is unknown."""
+    return machine() if location.host == socket.gethostname() else ""
 
 
 def is_preemptible() -> bool:

@@ -505,6 +505,7 @@ class Client:
             location=self._location,
             endpoints=endpoints,
             process=identity(),
+            machine=arguments.machine_of(self._location),
             job=self._job,
             preemptible=self._preemptible,
             tls_only=tls.is_required_of(self._location.data_center),

@@ -39,7 +39,6 @@ WITHDRAWN_MAX = 256  # versions that a directive names, the newest: older ones h
 REFUSED_MAX = 64  # versions that one engine cannot install, the last ones: far more than are held at any time
 NOT_HELD_MAX = 8  # that a Welcome names: the next Welcome names the next ones
 GRANTS_MAX = 4096  # in one answer: with the longest names it is below FROM_HUB_SIZE_BYTES_MAX
-UNREACHED_MAX = 64  # sources that one heartbeat names: the last ones
 SERVED_MAX = 1024  # leases that one heartbeat names; the next one names the rest
 CORRUPT_MAX = 16  # segments that one message names: after a few a source is not asked again
 SERIAL_MAX = 1 << 32  # of directives: far more than a run ever gets
@@ -62,8 +61,7 @@ Sessions = Annotated[tuple[Session, ...], msgspec.Meta(max_length=1024)]
 Requests = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 Scheme = Annotated[str, msgspec.Meta(min_length=1, max_length=32, pattern=PRINTABLE)]
-Endpoint = Word
-Endpoints = Annotated[dict[Scheme, Endpoint], msgspec.Meta(max_length=8)]  # of one worker: one for each transport
+Endpoints = Annotated[dict[Scheme, Word], msgspec.Meta(max_length=8)]  # of one worker: one for each transport
 Shard = Annotated[int, msgspec.Meta(ge=0, lt=SHARDS_MAX)]
 ShardCount = Annotated[int, msgspec.Meta(ge=1, le=SHARDS_MAX)]
 Domains = Annotated[int, msgspec.Meta(ge=1, le=DOMAINS_MAX)]
@@ -174,9 +172,8 @@ NO_DIRECTIVE = Directive()
 def merge(one: Directive, other: Directive) -> Directive:
     """Return the union of both, whatever the order in which they came.
 
-    The pin is that of the higher serial. Two hubs may have assigned the same serial, when the second one did not yet
-    know of the first one's: then the higher pin counts, for all workers. A withdrawal is never undone. A version that
-    is over is not pinned.
+    The pin is that of the higher serial, or the higher one if two hubs have assigned the same serial, of which the
+    second one did not know yet. A withdrawal is never undone. A version that is over is not pinned.
     """
     if one == other:
         return one
@@ -200,9 +197,9 @@ class Hello(_Message, frozen=True):
     than this field). process: the worker's, see process.py; "": not given. mark: of the attempt that it has begun;
     b"": none. job: shared only with its former and next incarnations; "": not given. welcomed: the incarnation of the
     hub that has admitted this session; b"": none yet. retain_newest and the other fields of that name: as in the last
-    Retain of this worker that was answered; None: none was. tls_only: whether other data centres are served
-    over TLS only. until: when the first of these holdings whose Publish is unanswered is abandoned; None: none is.
-    name_proof: the one of the last Alive, see `hub/namesakes.py`.
+    Retain of this worker that was answered; None: none was. tls_only: other data centres are served over TLS only.
+    until: when the first of these holdings whose Publish is unanswered is abandoned; None: none is.
+    name_proof: the one of the last Alive, see `hub/namesakes.py`. machine: its id; "": its host was named explicitly.
     """
 
     run: Name
@@ -234,6 +231,7 @@ class Hello(_Message, frozen=True):
     tls_only: bool = False
     until: Until | None = None
     name_proof: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+    machine: Word = ""
 
 
 class Heartbeat(_Message, frozen=True):
@@ -245,7 +243,6 @@ class Heartbeat(_Message, frozen=True):
     number that grows; a worker without progress for too long is not reading, and loses the lease. room_bytes: free for
     copies that the hub may ask it to hold (`Alive.hold`); 0: none, or the worker is older than this field. leaving:
     what it holds is about to go. served: leases on it (`Claim.reader`) used since the last heartbeat; None: unknown.
-    unreached: sources that it could not connect to, a minute ago at most.
     """
 
     hub: Session
@@ -258,7 +255,7 @@ class Heartbeat(_Message, frozen=True):
     room_bytes: Count = 0
     leaving: bool = False
     served: Annotated[tuple[Word, ...], msgspec.Meta(max_length=SERVED_MAX)] | None = None
-    unreached: Annotated[tuple[Session, ...], msgspec.Meta(max_length=UNREACHED_MAX)] = ()
+    unreached: Sessions = ()  # sources that it could not connect to, a minute ago at most
 
 
 class Bye(_Message, frozen=True):
@@ -295,8 +292,7 @@ class Acquire(_Message, frozen=True):
     failed, the last resort. exclude: sources never to use again. serve: what arrives is served to others, except a
     checkpoint that is read in_part. beside: sources of these shards that the worker keeps; it asks for an additional
     one. urgent: because they are slow; else only one with no other reader is wanted. for_others: a copy that the hub
-    asks for (`Alive.hold`), which does not affect what this replica reads. grows: timeout_s is for finding sources; the
-    time for reading follows from the size.
+    asks for (`Alive.hold`), which does not affect what this replica reads. grows: timeout_s is for finding them only.
     """
 
     request_id: Count

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import threading
 
-from tensorhub_plugins.core.protocol.messages import UNREACHED_MAX
-
 REMEMBERED_S = 60.0
+SOURCES_MAX = 64  # of those; the last ones
 SLOW_MAX = 1024  # sources that are not warned of a second time
 
 
@@ -27,7 +26,7 @@ class Unreached:
         with self._lock:
             self._until.pop(session, None)
             self._until[session] = now + REMEMBERED_S
-            if len(self._until) > UNREACHED_MAX:
+            if len(self._until) > SOURCES_MAX:
                 del self._until[next(iter(self._until))]
 
     def is_first_slow(self, session: bytes) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 
 import pytest
@@ -26,7 +27,9 @@ from tensorhub_plugins.core import (
     start_server,
 )
 from tensorhub_plugins.core.cli import fetch_status
+from tensorhub_plugins.core.client import arguments
 from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.process import machine
 from tensorhub_plugins.core.protocol import messages
 
 # --- the last copy ---
@@ -256,3 +259,12 @@ def test_the_only_holder_of_a_pinned_version_is_killed(stage):
             rollout.fetch(timeout_s=0.1)
         rollout.unpin()
         assert rollout.fetch().version == 2
+
+
+def test_the_machine_is_said_where_nobody_has_named_the_host(monkeypatch):
+    monkeypatch.delenv("TENSORHUB_HOST", raising=False)
+    assert arguments.machine_of(arguments.here()) == machine() != ""
+    monkeypatch.setattr(socket, "gethostname", lambda: "pod-7")
+    assert arguments.machine_of(arguments.here()) == machine(), "a container of the same machine"
+    monkeypatch.setenv("TENSORHUB_HOST", "node7")
+    assert arguments.machine_of(arguments.here()) == "", "the control"

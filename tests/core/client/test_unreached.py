@@ -9,9 +9,8 @@ from client_stage import FAR, SOON_S, until
 
 from tensorhub_plugins.core import DeadlineExceeded, Location
 from tensorhub_plugins.core.cli import fetch_status, status_text
-from tensorhub_plugins.core.protocol.messages import UNREACHED_MAX
 from tensorhub_plugins.core.transfer.limits import TransferLimits
-from tensorhub_plugins.core.transfer.unreached import REMEMBERED_S, Unreached
+from tensorhub_plugins.core.transfer.unreached import REMEMBERED_S, SOURCES_MAX, Unreached
 from tensorhub_plugins.core.transports import tcp
 
 
@@ -72,7 +71,7 @@ def test_it_is_forgotten_after_a_minute_and_only_so_many_are_kept():
         unreached.add(session, now)
     assert unreached.sessions(20.0 + REMEMBERED_S - 1) == (b"b", b"a")
     assert unreached.sessions(20.0 + REMEMBERED_S) == ()
-    many = [number.to_bytes(2, "big") for number in range(UNREACHED_MAX + 3)]
+    many = [number.to_bytes(2, "big") for number in range(SOURCES_MAX + 3)]
     for session in many:
         unreached.add(session, 100.0)
     assert unreached.sessions(100.0) == tuple(many[3:])

@@ -75,6 +75,24 @@ def test_a_worker_on_another_host_is_asked_for_the_copy_that_lacks(domains: int)
     assert "may release 1" in fleet.heard("other/0")
 
 
+def test_pods_of_one_machine_are_one_host_and_machines_of_one_name_are_several() -> None:
+    """Where nobody has chosen the host's name; the control is a worker whose host was named."""
+    fleet = Fleet()
+    for name, host, machine in (("pod", "b", "m1"), ("same", "a", "m2"), ("named", "c", "")):
+        fleet.come(f"{name}/0", host, machine=machine)
+    fleet.come("first/0", "a", machine="m1")
+    fleet.say("first/0", m.Retain, newest=1, domains=3, across="host")
+    fleet.publish("first/0", 1)
+    fleet.room["trainer/0"] = 0
+    fleet.wait(PATIENCE_S + 3)
+    asked = {name: fleet.asked(f"{name}/0") for name in ("pod", "same", "named")}
+    assert asked == {"pod": [], "same": ["hold 1"], "named": ["hold 1"]}
+    for name in ("same", "named"):
+        fleet.hold(f"{name}/0", 1)
+    fleet.wait(1)
+    assert fleet.missing == []
+
+
 def test_each_domain_gets_one_and_the_one_with_the_most_room_is_asked() -> None:
     fleet = Fleet(domains=3, x="b", y="b", z="c")
     fleet.room["y/0"] = 2 * ROOM
