@@ -1,0 +1,215 @@
+"""Where workers tell others to connect to, on hosts of their own: network namespaces, as root.
+
+    inside - gate - outside       "near" (10.77.0.0/24, fd77::/64) and "fast" (10.78.0.0/24) join inside and beside
+      |
+    beside
+
+The gate stands for address translation, `docker -p`: a process that passes connections on, as Docker's own proxy does.
+What a firewall drops is dropped by a rule for what comes back from those ports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.heavy
+
+SOON_S = 60.0
+OPEN = "7100-7103"  # what the firewall leaves open
+SCRIPT = Path(__file__).with_name("on_a_host.py")
+NAME = f"tha{os.getpid()}"
+HOSTS = Path("/etc/netns")  # of each namespace a folder, for what is to be in its /etc
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def missing() -> str | None:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return "hosts of their own are network namespaces: they need root and `ip` (iproute2)"
+    done = subprocess.run(["ip", "netns", "add", f"{NAME}probe"], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", f"{NAME}probe"], capture_output=True, check=False)
+    return f"no network namespaces here: {done.stderr.strip()}" if done.returncode else None
+
+
+class Process:
+    """One that runs on a host, see on_a_host.py."""
+
+    def __init__(self, host: str) -> None:
+        environment = {**os.environ, "ON_HOST": host}
+        command = ["ip", "netns", "exec", f"{NAME}{host}", sys.executable, str(SCRIPT)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, **pipes, env=environment)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(**arguments: Any) -> Any:
+            stdin, stdout = self._process.stdin, self._process.stdout
+            assert stdin is not None and stdout is not None
+            stdin.write(json.dumps([name, arguments]) + "\n")
+            stdin.flush()
+            answer = json.loads(stdout.readline())
+            assert "error" not in answer, answer["error"]
+            return answer["is"]
+
+        return call
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[None]:
+    if reason := missing():
+        pytest.skip(reason)
+    etc = [HOSTS / f"{NAME}{host}" for host in ("inside", "beside")]
+    try:
+        for host in ("inside", "beside", "gate", "outside"):
+            ip("netns", "add", f"{NAME}{host}")
+            ip("-n", f"{NAME}{host}", "link", "set", "lo", "up")
+        for one, other, device, net in (
+            ("inside", "beside", "near", "10.77.0"),
+            ("inside", "beside", "fast", "10.78.0"),
+            ("inside", "gate", "in0", "172.31.7"),
+            ("gate", "outside", "out0", "10.79.0"),
+        ):
+            peer = {"name": device, "netns": f"{NAME}{other}"}
+            words = [word for pair in peer.items() for word in pair]
+            ip("-n", f"{NAME}{one}", "link", "add", device, "type", "veth", "peer", *words)
+            for number, host in enumerate((one, other), 1):
+                ip("-n", f"{NAME}{host}", "addr", "add", f"{net}.{number}/24", "dev", device)
+                if device == "near":
+                    ip("-n", f"{NAME}{host}", "addr", "add", f"fd77::{number}/64", "dev", device, "nodad")
+                ip("-n", f"{NAME}{host}", "link", "set", device, "up")
+        for folder, address in zip(etc, ("127.0.1.1", "10.77.0.1"), strict=True):
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} trainer-host\n")
+        yield
+    finally:
+        for host in ("inside", "beside", "gate", "outside"):
+            subprocess.run(["ip", "netns", "del", f"{NAME}{host}"], capture_output=True, check=False)
+        for folder in etc:
+            shutil.rmtree(folder, ignore_errors=True)
+        if HOSTS.is_dir() and not any(HOSTS.iterdir()):
+            HOSTS.rmdir()
+
+
+@pytest.fixture(scope="module")
+def trainer(network: None) -> Iterator[Process]:
+    process = Process("inside")
+    try:
+        process.hub(address="tcp://0.0.0.0:7070")
+        process.hub(address="tcp://[fd77::1]:7071")
+        yield process
+    finally:
+        process.close()
+
+
+@pytest.fixture(scope="module")
+def rollout(network: None) -> Iterator[Process]:
+    process = Process("beside")
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+WAYS = {
+    "the address that faces the hub": ("tcp://10.77.0.1:7070", {}, "tcp://10.77.0.1:"),
+    "a hub of IPv6": ("tcp://[fd77::1]:7071", {}, "tcp://[fd77::1]:"),
+    "a hub under a name that is loopback here": ("tcp://trainer-host:7070", {}, "tcp://"),
+    "an address": ("tcp://127.0.0.1:7070", {"TENSORHUB_ADVERTISE": "10.77.0.1"}, "tcp://10.77.0.1:"),
+    "an address of IPv6": ("tcp://127.0.0.1:7070", {"TENSORHUB_ADVERTISE": "fd77::1"}, "tcp://[fd77::1]:"),
+    "a name that is loopback here": (
+        "tcp://127.0.0.1:7070",
+        {"TENSORHUB_ADVERTISE": "trainer-host"},
+        "tcp://trainer-host:",
+    ),
+    "an interface": ("tcp://127.0.0.1:7070", {"TENSORHUB_INTERFACE": "fast"}, "tcp://10.78.0.1:"),
+    "the first of several interfaces": (
+        "tcp://10.77.0.1:7070",
+        {"TENSORHUB_INTERFACE": "ib0,fast"},
+        "tcp://10.78.0.1:",
+    ),
+    "an interface of both families, and a hub of IPv6": (
+        "tcp://[fd77::1]:7071",
+        {"TENSORHUB_INTERFACE": "near"},
+        "tcp://[fd77::1]:",
+    ),
+    "ports": ("tcp://10.77.0.1:7070", {"TENSORHUB_PORTS": "7200-7209"}, "tcp://10.77.0.1:720"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rollout_of_another_host_reads_from_there(trainer: Process, rollout: Process, way: str) -> None:
+    hub, environment, endpoint = WAYS[way]
+    if "loopback here" in way and endpoint == "tcp://":  # towards the default route
+        ip("-n", f"{NAME}inside", "route", "replace", "default", "dev", "near")
+    told = trainer.publish(hub=hub, run=way, environment=environment)
+    assert told.startswith(endpoint) and "//127." not in told
+    theirs = hub.replace("127.0.0.1", "10.77.0.1")
+    assert rollout.fetch(hub=theirs, run=way) == ""
+    assert rollout.unreached(hub=theirs, run=way) == ""
+
+
+def test_loopback_that_is_told_to_another_host_is_found_and_said(trainer: Process, rollout: Process) -> None:
+    assert trainer.publish(hub="tcp://127.0.0.1:7070", run="loopback").startswith("tcp://127.0.0.1:")
+    hub = "tcp://10.77.0.1:7070"
+    error = rollout.fetch(hub=hub, run="loopback", timeout_s=4.0)
+    assert "Connection refused" in error and "set TENSORHUB_ADVERTISE or TENSORHUB_INTERFACE on its host" in error
+    deadline = time.monotonic() + SOON_S
+    while not (said := rollout.unreached(hub=hub, run="loopback")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert said.startswith("rollout/0 cannot connect to trainer/0 at tcp://127.0.0.1:")
+    assert "an address of its own host alone: set TENSORHUB_ADVERTISE" in said
+    while len(found := [line for line in trainer.logged() if "cannot connect to trainer/0" in line]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert sorted(line.startswith("trainer/0: ") for line in found) == [False, True], "the hub's log and the trainer's"
+
+
+def test_behind_a_firewall_that_leaves_a_range_open(trainer: Process, rollout: Process) -> None:
+    hub, drop = (
+        "tcp://10.77.0.1:7070",
+        ("to", "10.77.0.2", "ipproto", "tcp", "sport", "7104-65534", "type", "blackhole"),
+    )
+    ip("-n", f"{NAME}inside", "rule", "add", *drop)
+    try:
+        trainer.publish(hub=hub, run="open", environment={"TENSORHUB_PORTS": OPEN})
+        assert rollout.fetch(hub=hub, run="open") == ""
+        trainer.publish(hub=hub, run="shut")
+        error = rollout.fetch(hub=hub, run="shut", timeout_s=3.0)  # the control
+        assert "timed out" in error and "TENSORHUB_PORTS to ports that a firewall lets pass" in error
+    finally:
+        ip("-n", f"{NAME}inside", "rule", "del", *drop)
+
+
+def test_behind_address_translation(trainer: Process) -> None:
+    """As with `docker run -p 7070:7070 -p 7110:7110 -e TENSORHUB_ADVERTISE=the-host -e TENSORHUB_PORTS=7110-7110`."""
+    hub = "tcp://10.79.0.1:7070"
+    gate, outside = Process("gate"), Process("outside")
+    try:
+        for port in (7070, 7110):
+            gate.forward(near=["10.79.0.1", port], far=["172.31.7.1", port])
+        environment = {"TENSORHUB_ADVERTISE": "10.79.0.1", "TENSORHUB_PORTS": "7110-7110"}
+        told = trainer.publish(hub="tcp://172.31.7.1:7070", run="translated", environment=environment)
+        assert told == "tcp://10.79.0.1:7110"
+        assert outside.fetch(hub=hub, run="translated") == ""
+        trainer.publish(hub="tcp://172.31.7.1:7070", run="plain")
+        error = outside.fetch(hub=hub, run="plain", timeout_s=2.0)  # the control
+        assert "cannot connect" in error and "TENSORHUB_ADVERTISE" in error
+    finally:
+        gate.close()
+        outside.close()
