@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,11 @@ from tensorhub_plugins.openrlhf import config, journal
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
 from tensorhub_plugins.openrlhf.journal import Call, GivenBack, Journal, Journals, Leaving
 from tensorhub_plugins.openrlhf.versions import Versioned, came_from
+from tensorhub_plugins.vllm.engine.core_follower import spans_in
 from tensorhub_plugins.vllm.engine.departures import Departures
 from tensorhub_plugins.vllm.engine.follower import RETRY_DELAY_S, UpdateFailed
 from tensorhub_plugins.vllm.engine.pause import forget, pause
+from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
@@ -59,6 +62,7 @@ class TensorHubEngine(_Stock):
         own_engines()
         known = await asyncio.to_thread(secret.learn)  # vLLM's processes inherit it
         await _Stock.__init__(self, *args, **kwargs)
+        self.llm.generate = named(self.llm.generate)
         self.worker = f"{name}/0"
         self.executor = Versioned(self.executor)
         self.lifeline = Lifeline(self.llm, self.worker)
@@ -132,7 +136,7 @@ class TensorHubEngine(_Stock):
             came_from(*before.versions)
             asked = [*prompt_token_ids, *before.output.token_ids]
             call, is_whole = await self._ask(asked, rest, multi_modal_data)
-            versions = (before.versions[0], call.versions[1])
+            versions = (*before.versions, *call.versions)
             call = Call(before.prompt, journal.joined(before, call.output), versions, is_whole)
         if own is not None:
             own.note(call)
@@ -142,27 +146,31 @@ class TensorHubEngine(_Stock):
 
     async def _ask(self, prompt: Any, params: Any, multi_modal_data: Any) -> tuple[Call, bool]:
         """One answer of vLLM, and whether it is whole: one that was broken off has the tokens up to then."""
-        started, first = time.monotonic(), self.follower.version
+        started = time.monotonic()
         if self.is_leaving:
             raise Leaving(f"{self.worker} has to leave")
         try:
             answer = await _Stock.generate(self, prompt, params, multi_modal_data)
+            (output,) = answer.outputs
+            spans = await spans_in(self.llm.engine_core, answer.request_id, len(output.token_ids))
         except EngineDeadError as error:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
             self.lifeline.die(error)
             raise EngineLost(f"{self.worker}: {error}") from error
-        last, (output,) = self.follower.version, answer.outputs
+        if not spans and output.token_ids:
+            raise EngineLost(f"{self.worker} cannot tell the version of an answer")
+        versions = tuple(version for version, _ in spans) or (self.follower.version,)
         is_whole = not (self.is_leaving and output.finish_reason == "abort")
-        came_from(first, last)
+        came_from(*versions)
         record(
             "request",
             worker=self.worker,
             seconds=time.monotonic() - started,
             outcome=str(output.finish_reason) if is_whole else "given back",
-            versions=[first, last],
+            versions=[versions[0], versions[-1]],
             tokens=len(output.token_ids),
         )
-        return Call(tuple(prompt), output, (first, last), is_whole), is_whole
+        return Call(tuple(prompt), output, versions, is_whole), is_whole
 
     # --- what our generator asks for ----------------------------------------------------------------------------------
 
@@ -240,11 +248,17 @@ class TensorHubEngine(_Stock):
         await self.llm.resume_generation()
         self._departures.end()
 
-    def running(self) -> Mapping[str, int]:
-        return {name: 0 for name in self.llm.output_processor.request_states}
+    def running(self) -> Collection[str]:
+        return list(self.llm.output_processor.request_states)
 
     def departed(self) -> list[str]:
         return self._departures.take()
 
-    def switch(self, version: int, running: Mapping[str, int]) -> None:
-        """Samples ask the follower for its version (`generate`)."""
+
+def named(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's `generate`, under names by which its core knows which version each token came from (spans.py)."""
+
+    def under_our_name(prompt: Any, params: Any, request_id: str) -> Any:
+        return generate(prompt, params, request_id=f"{PREFIX}{uuid.uuid4().hex}")
+
+    return under_our_name

@@ -23,7 +23,7 @@ class Call:
 
     prompt: tuple[int, ...]
     output: Any
-    versions: tuple[int, int]  # the first and the last that its tokens came from
+    versions: tuple[int, ...]  # that its tokens came from, in order
     is_whole: bool
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -23,10 +24,12 @@ from tensorhub_plugins.core import Client, TensorHubError, record, step_of
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.routing import ReplicaLost
-from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step, waits_for_trainer
+from tensorhub_plugins.verl.versions import told, version_of_step, waits_for_trainer
+from tensorhub_plugins.vllm.engine.core_follower import spans_in
 from tensorhub_plugins.vllm.engine.departures import Departures
 from tensorhub_plugins.vllm.engine.follower import Follower, LastUpdate
 from tensorhub_plugins.vllm.engine.pause import forget, pause
+from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
@@ -38,7 +41,7 @@ logger = get_logger(__name__)
 class TensorHubServer(vLLMHttpServer):
     """With hybrid replicas (they share the trainer's GPUs and get weights by verl's own way) it is verl's server."""
 
-    global_steps: int | None
+    global_steps: int | None  # of hybrid replicas
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,9 +50,7 @@ class TensorHubServer(vLLMHttpServer):
         self.worker = f"rollout-{self.replica_rank}/0"
         self.follower: Follower | None = None
         self._client: Client | None = None
-        self._version = 0  # that it follows
         self._staleness: Staleness | None = None  # once there is a client
-        self._ledger = Ledger()
         self._gives_back = False  # this replica leaves the run
         self._lifeline: Lifeline | None = None  # once there is an engine
         self._launch: asyncio.Task[None] | None = None
@@ -120,17 +121,11 @@ class TensorHubServer(vLLMHttpServer):
         await self.engine.resume_generation()
         self._departures.end()
 
-    def running(self) -> Mapping[str, int]:
-        states = self.engine.output_processor.request_states
-        return {state.external_req_id: _tokens(state) for state in states.values()}
+    def running(self) -> Collection[str]:
+        return list(self.engine.output_processor.request_states)
 
     def departed(self) -> list[str]:
         return self._departures.take()
-
-    def switch(self, version: int, running: Mapping[str, int]) -> None:
-        if self.global_steps is not None:
-            self._ledger.switched(self.global_steps, running)
-        self.global_steps, self._version = step_of_version(version), version
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -139,37 +134,36 @@ class TensorHubServer(vLLMHttpServer):
     ) -> TokenOutput:
         if not self.follows:
             return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
-        if self.global_steps is None:
+        if not self._version:
             raise ReplicaLost(f"{self.worker} has no weights yet")  # the router asks another one
         if self._why_not():
             raise ReplicaLost(self._why_not())
         started = time.monotonic()
-        first = self.global_steps
+        name = f"{PREFIX}{uuid.uuid4().hex}"  # verl's is the same in each turn of a sample
         try:
-            output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+            output = await super().generate(prompt_ids, sampling_params, name, **kwargs)
+            tokens = len(output.token_ids)
+            spans = await spans_in(self.engine.engine_core, name, tokens)
         except EngineDeadError as error:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
             if self._lifeline is not None:
                 self._lifeline.die(error)
             raise ReplicaLost(f"{self.worker}: {error}") from error
-        except BaseException:
-            self._ledger.forget(request_id)
-            raise
         if self._gives_back and output.stop_reason == "aborted" and self.options.spans != "split":
-            self._ledger.forget(request_id)  # verl's client here would take the part for the whole
+            # verl's client here would take the part for the whole
             raise ReplicaLost(f"{self.worker} leaves the run")
-        spans = self._ledger.finished(request_id, len(output.token_ids), self.global_steps)
-        spans = spans or (Span(first, 0),)
-        output.extra_fields["global_steps"] = min(span.step for span in spans)  # it may have gone back
-        output.extra_fields["tensorhub_spans"] = [tuple(span) for span in spans]
-        output.extra_fields["tensorhub_split"] = self.options.spans == "split"
+        if not tokens:  # it may have been aborted before its engine had heard of it
+            spans = spans or ((self._version, 0),)
+        if not spans or not all(version for version, _ in spans):
+            raise ReplicaLost(f"{self.worker} cannot tell the version of an answer")
+        output.extra_fields.update(told(spans, split=self.options.spans == "split"))
         record(
             "request",
             worker=self.worker,
             seconds=time.monotonic() - started,
             outcome={"completed": "stop", "aborted": "abort"}.get(str(output.stop_reason), str(output.stop_reason)),
-            versions=[spans[0].step + 1, spans[-1].step + 1],  # as steps of the store
-            tokens=len(output.token_ids),
+            versions=[step_of(spans[0][0]), step_of(spans[-1][0])],
+            tokens=tokens,
         )
         return output
 
@@ -212,6 +206,11 @@ class TensorHubServer(vLLMHttpServer):
             "why": self._why_not(),
         }
 
+    @property
+    def _version(self) -> int:
+        """That it follows."""
+        return 0 if self.follower is None else self.follower.version
+
     def _stays(self) -> bool:
         """Whether it will not go on to the trainer's newest version: verl, an operator or an option decides."""
         if not self.follows or self._client is None or self.follower is None:
@@ -249,8 +248,3 @@ class TensorHubServer(vLLMHttpServer):
     async def set_global_steps(self, global_steps: int) -> None:
         if not self.follows:
             await super().set_global_steps(global_steps)
-
-
-def _tokens(state: Any) -> int:
-    detokenizer = state.detokenizer
-    return detokenizer.num_output_tokens() if detokenizer is not None else 0

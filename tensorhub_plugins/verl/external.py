@@ -17,7 +17,7 @@ from tensorhub_plugins.core import UsageError, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl.config import Options
 from tensorhub_plugins.verl.routing import ReplicaLost
-from tensorhub_plugins.verl.versions import step_of_version
+from tensorhub_plugins.verl.versions import told
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.ray import external
 from tensorhub_plugins.vllm.ray.external import Expected, External, ServerLost
@@ -121,7 +121,6 @@ class ExternalServer:
         if answer.finish_reason == "abort" and self.options.spans != "split":
             # verl's client here would take the part for the whole
             raise ReplicaLost(f"{self._url} was told to give its requests back", peer=self._url)
-        spans = [(step_of_version(version), tokens) for version, tokens in answer.spans]
         record(
             "request",
             worker=self.worker,
@@ -135,9 +134,7 @@ class ExternalServer:
             log_probs=answer.log_probs if params["logprobs"] is not None else None,
             stop_reason={"abort": "aborted"}.get(answer.finish_reason, "completed"),
             extra_fields={
-                "global_steps": min(step for step, _ in spans),
-                "tensorhub_spans": spans,
-                "tensorhub_split": self.options.spans == "split",
+                **told(answer.spans, split=self.options.spans == "split"),
                 "num_cached_tokens": None,
             },
         )

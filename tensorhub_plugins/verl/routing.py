@@ -26,7 +26,6 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import null_worker
 from tensorhub_plugins.verl.config import TRAINER
 from tensorhub_plugins.verl.load import Load
-from tensorhub_plugins.verl.versions import Span
 from tensorhub_plugins.vllm.ray import figures, fleet
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
 from tensorhub_plugins.vllm.ray.handles import opened, sealed
@@ -459,10 +458,9 @@ _steps: ContextVar[list[int] | None] = ContextVar("the first and last steps of t
 
 def _hand_over(output: TokenOutput) -> TokenOutput:
     """The answer in verl's terms: with its first and last step (see versions.py)."""
-    spans = [Span(*span) for span in output.extra_fields.pop("tensorhub_spans", ())]
+    steps = [step for step, _ in output.extra_fields.pop("tensorhub_spans", ())]
     told = output.extra_fields.pop("tensorhub_split", False)
-    if spans:
-        steps = [span.step for span in spans]
+    if steps:
         output.extra_fields.setdefault("min_global_steps", min(steps))
         output.extra_fields.setdefault("max_global_steps", max(steps))
         if told and (of_answer := _steps.get()) is not None:

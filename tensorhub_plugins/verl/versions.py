@@ -3,19 +3,20 @@
 verl counts steps from 0 (the weights before training); the store's are positive: one more. In the trainer's first
 attempt that is the version, too; a trainer that starts again has others (`core.version_of`).
 
-An engine that keeps its requests while its weights change gives samples whose tokens come from several versions. A
-`Span` says so exactly. verl's accounting reads `min_global_steps` and `max_global_steps` of a sample, which two clients
-fill in: `LLMServerClient` takes what the server gives. `FullyAsyncLLMServerClient` (separate_async, fully_async) knows
-one step per answer, and takes the first and last of several answers when a request was interrupted: what it knows is
-corrected when it has the whole sample (`routing.watch_client`).
+An engine that keeps its requests while its weights change gives samples whose tokens come from several versions. Its
+core says exactly which (../vllm/engine/spans.py). verl's accounting reads `min_global_steps` and `max_global_steps` of
+a sample, which two clients fill in: `LLMServerClient` takes what the server gives. `FullyAsyncLLMServerClient`
+(separate_async, fully_async) knows one step per answer, and takes the first and last of several answers when a request
+was interrupted: what it knows is corrected when it has the whole sample (`routing.watch_client`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from tensorhub_plugins.core import attempt_of, step_of, version_text
+from tensorhub_plugins.vllm.engine.spans import Span
 
 
 def version_of_step(step: int) -> int:
@@ -36,35 +37,9 @@ def waits_for_trainer(version: int, attempt: int) -> str:
     return f"has version {version_text(version)}, and waits for the first of attempt {attempt}"
 
 
-class Span(NamedTuple):
-    """`tokens` tokens in a row that one step's weights produced."""
-
-    step: int
-    tokens: int
-
-
-class Ledger:
-    """What an engine's running requests have produced so far, step by step."""
-
-    def __init__(self) -> None:
-        self._closed: dict[str, list[Span]] = {}
-
-    def switched(self, old_step: int, produced: Mapping[str, int]) -> None:
-        """The weights change now. produced: tokens that each running request has so far."""
-        for request, total in produced.items():
-            spans = self._closed.get(request, [])
-            new = total - sum(span.tokens for span in spans)
-            if new > 0:
-                self._closed[request] = [*spans, Span(old_step, new)]
-
-    def finished(self, request: str, total: int, step: int) -> tuple[Span, ...]:
-        """The spans of a request that ended with `total` tokens while `step` was live."""
-        spans = self._closed.pop(request, [])
-        rest = total - sum(span.tokens for span in spans)
-        if rest > 0:
-            spans = [*spans, Span(step, rest)]
-        return tuple(spans)
-
-    def forget(self, request: str) -> None:
-        """The request failed; it will never be reported."""
-        self._closed.pop(request, None)
+def told(spans: Sequence[Span], *, split: bool) -> dict[str, Any]:
+    """What an answer says of its versions, in verl's steps, to `routing` on its way to verl's client. split: that
+    client goes on with answers that were broken off."""
+    steps = [(step_of_version(version), tokens) for version, tokens in spans]
+    oldest = min(step for step, _ in steps)  # it may have gone back
+    return {"global_steps": oldest, "tensorhub_spans": steps, "tensorhub_split": split}

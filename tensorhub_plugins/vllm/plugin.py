@@ -5,7 +5,8 @@ be called twice. What it registers acts only where a configuration names it:
     --load-format tensorhub                                    load_format.py
     --weight-transfer-config '{"backend": "tensorhub"}'        weight_transfer.py
     either of the two                                          core_follower.py, and a health check of the weights
-    worker_extension_cls                                       caches.py: open sessions do not keep KV of old weights
+    worker_extension_cls                                       core_follower.py: open sessions do not keep KV of old
+                                                               weights, and tokens are counted by version
     --load-format tensorhub, in `vllm serve`                   routes.py
     either of the two, or worker_extension_cls                 engine/pooling.py
     either of the two                                          time to hand over the last copy when an engine ends
@@ -84,11 +85,12 @@ def _add_to_engine_core(core: Any) -> None:
         if _is_ours(vllm_config):
             from tensorhub_plugins.vllm.engine.core_follower import attach
 
-            attach(engine_core, vllm_config)
+            attach(engine_core, vllm_config, owned=_has_our_workers(vllm_config))
         elif _has_our_workers(vllm_config):
             from tensorhub_plugins.vllm.engine.caches import Caches
+            from tensorhub_plugins.vllm.engine.core_follower import note_versions
 
-            Caches(engine_core)
+            note_versions(engine_core, Caches(engine_core))
         return result
 
     _wrap(core.EngineCore, "_initialize_kv_caches", initialize_kv_caches)

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
-from tensorhub_plugins.vllm.engine.core_follower import of_all_cores
+from tensorhub_plugins.vllm.engine.core_follower import of_all_cores, starts_in
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.names import NAME
 
@@ -39,10 +39,7 @@ async def status(request: Request) -> dict[str, Any]:
 
 @router.get("/tensorhub/starts/{name}")
 async def starts(name: str, request: Request) -> dict[str, Any]:
-    cores = await of_all_cores(_engine(request).engine_core, "tensorhub_starts", name)
-    found = sorted(answer for core in cores for answer in core)
-    if len({tuple(place) for place, _ in found}) < len(found) or not all(starts for _, starts in found):
-        found = []
+    found = await starts_in(_engine(request).engine_core, name)
     answers = [{"prompt": prompt, "sample": sample, "starts": starts} for (prompt, sample), starts in found]
     return {"starts": answers[0]["starts"] if len(answers) == 1 else None, "answers": answers}
 

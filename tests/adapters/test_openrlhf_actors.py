@@ -88,7 +88,8 @@ def test_what_a_leaving_engine_gives_back_is_continued_token_by_token() -> None:
 
     async def story() -> None:
         leaver, other = make_engine(TwoTurns(), is_partial=True), make_engine(TwoTurns(), is_partial=True)
-        leaver.follower.version, other.follower.version = 3, 5
+        leaver.llm.switch(3)
+        other.llm.switch(5)
         answer = ask(leaver)
         await settle()
         leaver.llm.answers.set()  # both first turns

@@ -40,14 +40,11 @@ class FakeEngine:
     async def resume(self) -> None:
         self.log.append("resume")
 
-    def running(self) -> dict[str, int]:
-        return {}
+    def running(self) -> list[str]:
+        return []
 
     def departed(self) -> list[str]:
         return []
-
-    def switch(self, version: int, running: object) -> None:
-        assert self.log[-1] == "install"
 
 
 class FakeHub:

@@ -2,8 +2,6 @@
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.types import version_of
@@ -127,28 +125,10 @@ def test_a_version_of_a_former_life_takes_no_work():
     assert not versions.waits_for_trainer(newest, 1) and not versions.waits_for_trainer(former, 0)
 
 
-def test_a_request_across_two_switches():
-    ledger = versions.Ledger()
-    ledger.switched(4, {"a": 3, "b": 0})
-    ledger.switched(5, {"a": 3, "b": 2})  # a produced nothing between them
-    assert ledger.finished("a", 7, 6) == (versions.Span(4, 3), versions.Span(6, 4))
-    assert ledger.finished("b", 2, 6) == (versions.Span(5, 2),)
-    assert ledger.finished("c", 5, 6) == (versions.Span(6, 5),)
-    assert ledger.finished("d", 0, 6) == ()
-    assert not ledger._closed
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=20))
-def test_spans_hold_every_token_once_in_order(tokens_per_step):
-    ledger, total = versions.Ledger(), 0
-    for step, tokens in enumerate(tokens_per_step[:-1]):
-        total += tokens
-        ledger.switched(step, {"r": total})
-    total += tokens_per_step[-1]
-    spans = ledger.finished("r", total, len(tokens_per_step) - 1)
-    assert {s.step: s.tokens for s in spans} == {i: t for i, t in enumerate(tokens_per_step) if t}
-    assert [s.step for s in spans] == sorted(s.step for s in spans)
-    assert sum(span.tokens for span in spans) == total
+def test_an_answer_says_its_steps_and_the_oldest_is_verls_one():
+    spans = ((version_of(0, 7), 3), (version_of(1, 6), 2))  # a trainer that has started again
+    said = versions.told(spans, split=True)
+    assert said == {"global_steps": 5, "tensorhub_spans": [(6, 3), (5, 2)], "tensorhub_split": True}
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

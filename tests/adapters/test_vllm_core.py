@@ -1,10 +1,11 @@
-"""What another client asks of an engine's core while our update has stopped it."""
+"""What another client asks of an engine's core while our update has stopped it, and which versions it tells."""
 
 from __future__ import annotations
 
 import asyncio
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -14,9 +15,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.engine import EngineCoreRequestType
+
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
-from tensorhub_plugins.vllm.engine.core import Core
+from tensorhub_plugins.vllm.engine.core import INSTALL, Core
+from tensorhub_plugins.vllm.engine.core_follower import note_versions, spans_in
+from tensorhub_plugins.vllm.engine.follower import Follower
+from tensorhub_plugins.vllm.engine.spans import PREFIX
 
 TIMEOUT_S = 10.0
 
@@ -27,6 +33,7 @@ class EngineCore:
     def __init__(self) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.scheduler, self.batch_queue = SimpleNamespace(requests={}), None
+        self.weights = "none"
         self.forgets = True
         self.model_executor: Any = SimpleNamespace(is_sleeping=False, collective_rpc=self._rpc)
         self.log: list[str] = []
@@ -43,6 +50,12 @@ class EngineCore:
     def _rpc(self, method: str, args: Any = ()) -> list[Any]:
         self.log.append(method)
         return [{"installed": not self.broken, "broken": self.broken or None}]
+
+    def collective_rpc(self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
+        return self.model_executor.collective_rpc(method, args)
+
+    def set_weight_version(self, version: str) -> None:
+        self.weights = version
 
     def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> None:
         self.log.append(f"pause {mode}")
@@ -247,3 +260,144 @@ def test_who_leaves_during_an_update_is_noted(engine: Any) -> None:
     ours(engine, "install", "resume")
     engine.abort_requests(["d"])
     assert engine.core.departed() == []
+
+
+# --- which version tokens came from ---
+
+
+class Serving(EngineCore):
+    """With requests, of which each gets a token in each step; workers have no version of the store's at first."""
+
+    def _handle_client_request(self, request_type: Any, request: Any) -> None:
+        self.scheduler.requests[request[0].request_id] = SimpleNamespace(num_output_tokens=0)
+
+    def _rpc(self, method: str, args: Any = ()) -> list[Any]:
+        return [0 if method == "tensorhub_version" else None] if method != INSTALL else super()._rpc(method, args)
+
+    def serve(self, *names: str) -> None:
+        for name in names:
+            asked = SimpleNamespace(request_id=f"{name}-1a2b3c4d")
+            self._handle_client_request(EngineCoreRequestType.ADD, (asked, 0))
+
+    def step(self) -> None:
+        for request in self.scheduler.requests.values():
+            request.num_output_tokens += 1
+
+
+def serving(cores: type[Serving] = Serving) -> Any:
+    core = cores()
+    note_versions(core, Caches(core))
+    return core
+
+
+NAMES = [f"{PREFIX}{number:032x}" for number in range(1024)]
+
+
+@pytest.mark.parametrize("asked", ["by the owner", "by our own follower"])
+def test_tokens_are_of_the_new_version_from_the_very_install_on(asked: str) -> None:
+    core = serving()
+    core.serve(NAMES[0])
+    core.step()
+    core.broken = True
+    core.collective_rpc(INSTALL, None, (1, 60.0), None)
+    core.step()
+    assert core.tensorhub_starts(NAMES[0]) == [((0, 0), [(0, 0)])] and core.weights == "none"  # it has failed
+    core.broken = False
+    if asked == "by the owner":
+        core.collective_rpc(INSTALL, None, (2, 60.0), None)
+    else:
+        core.loop.start()
+        ours(SimpleNamespace(core=Core(core, Caches(core))), "install")
+        core.input_queue.put(None)
+        core.loop.join()
+    version = 2 if asked == "by the owner" else 1
+    core.serve(NAMES[1])
+    core.step()
+    assert core.tensorhub_starts(NAMES[0]) == [((0, 0), [(0, 0), (version, 2)])]
+    assert core.tensorhub_starts(NAMES[1], True) == [((0, 0), [(version, 0)])] and core.weights == str(version)
+    assert core.tensorhub_starts(NAMES[1]) == []
+
+
+class FrontEnd:
+    """vLLM's AsyncLLM as far as order goes (async_llm.py: `output_handler`; core_client.py:
+    `process_outputs_socket`): answers to questions come at once, tokens are worked off CHUNK outputs at a time by a
+    task that yields in between."""
+
+    CHUNK = 128
+
+    def __init__(self, core: Any, install_turns: int) -> None:
+        self.core, self.install_turns = core, install_turns
+        self.counted: Counter[str] = Counter()
+        self.outputs: asyncio.Queue[list[str]] = asyncio.Queue()
+
+    def step(self) -> None:
+        self.core.step()
+        self.outputs.put_nowait(list(NAMES))
+
+    async def work(self) -> None:
+        while True:
+            outputs = await self.outputs.get()
+            for first in range(0, len(outputs), self.CHUNK):
+                self.counted.update(outputs[first : first + self.CHUNK])
+                await asyncio.sleep(0)
+            self.outputs.task_done()
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        for _ in range(self.install_turns if INSTALL in args else 1):
+            await asyncio.sleep(0)
+        return getattr(self.core, method)(*args)
+
+
+class Owner:
+    """An actor that owns an engine. told: tokens of each request that it knew of when the install was answered."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self.front, self.told = front, {}  # type: ignore[var-annotated]
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        answers: list[Any] = await self.front.call_utility_async("collective_rpc", method, None, args, None)
+        self.told = dict(self.front.counted)
+        return answers
+
+    async def pause(self) -> None:
+        await self.front.call_utility_async("pause_scheduler", "keep", False)
+
+    async def forget(self) -> None: ...
+
+    async def resume(self) -> None:
+        await self.front.call_utility_async("resume_scheduler")
+
+    def running(self) -> list[str]:
+        return NAMES
+
+    def departed(self) -> list[str]:
+        return []
+
+
+@pytest.mark.parametrize(("install_turns", "late"), [(2, 640), (60, 0)], ids=["a short install", "a long one"])
+def test_versions_are_exact_where_the_owner_counts_tokens_too_late(install_turns: int, late: int) -> None:
+    """verl's server counted what it knew of when the install was answered: with 1,024 requests and an install shorter
+    than the front end needs for the tokens of one step, the last ones of the old weights passed for the new ones'."""
+    core = serving()
+    front = FrontEnd(core, install_turns)
+
+    async def story() -> None:
+        core.serve(*NAMES)
+        core.collective_rpc(INSTALL, None, (1, 60.0), None)
+        worker = asyncio.create_task(front.work())
+        for _ in range(3):
+            front.step()
+        await front.outputs.join()
+        front.step()  # the last one of the old weights
+        owner = Owner(front)
+        await Follower(owner, lambda *_, **__: 0, worker="r/0", timeout_s=60.0).install(2)
+        front.step()
+        front.step()
+        await front.outputs.join()
+        assert sum(owner.told[name] < 4 for name in NAMES) == late  # the control
+        spans = [await spans_in(front, name, front.counted[name]) for name in NAMES]
+        assert spans == [((1, 4), (2, 2))] * len(NAMES)
+        assert await spans_in(front, NAMES[0], 6) == ()  # once
+        worker.cancel()
+
+    asyncio.run(story())

@@ -95,14 +95,11 @@ class Core:
     async def resume(self) -> None:
         self.log.append("resume")
 
-    def running(self) -> dict[str, int]:
-        return {}
+    def running(self) -> list[str]:
+        return []
 
     def departed(self) -> list[str]:
         return []
-
-    def switch(self, version: int, running: Any) -> None:
-        self.log.append(("switch", version))
 
     def settle(self, version: int) -> None:
         pass
@@ -171,14 +168,14 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def switches(version: int) -> list[Any]:
-    return ["pause", ("install", version), ("switch", version), "forget", "resume"]
+    return ["pause", ("install", version), "forget", "resume"]
 
 
 def test_now_means_at_once_also_when_requests_run(following: Any, hub: Server) -> None:
     core = following("now")
     core.idle = False
     publish(hub, 1)
-    wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
+    wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
     assert core.log == [("start_fetch", 1), *switches(1)]
     assert core.updater._model.weight.unique().tolist() == [1.0]
 
@@ -192,7 +189,7 @@ def test_idle_waits_for_its_moment_and_takes_what_is_newest_then(following: Any,
             wait_until(lambda version=version: ("start_fetch", version) in core.log, "fetched")
         assert core.log == [("start_fetch", 1), ("start_fetch", 2)]
         core.idle = True
-        wait_until(lambda: core.log[-3:] == [("switch", 2), "forget", "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("install", 2), "forget", "resume"], "switched")
         assert core.log == [("start_fetch", 1), ("start_fetch", 2), *switches(2)]
 
 
@@ -213,12 +210,12 @@ def test_it_returns_from_a_version_that_is_withdrawn_and_serves_what_it_returned
         trainer.retain(newest=2)
         for version in (1, 2):
             trainer.publish(version, {"weight": torch.full((4, 1000), float(version))})
-            wait_until(lambda version=version: core.log[-3:] == [("switch", version), "forget", "resume"], "switched")
+            wait_until(lambda version=version: core.log[-3:] == [("install", version), "forget", "resume"], "switched")
             served = version if in_time else 1
             wait_until(lambda served=served: core.updater.poll()["served_version"] == served, "served")
         began = len(core.log)
         trainer.withdraw(2)
-        wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"] and len(core.log) > began, "returned")
+        wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"] and len(core.log) > began, "returned")
         assert core.log[began:] == [("start_fetch", 1), *switches(1)]
         assert core.updater._model.weight.unique().tolist() == [1.0]
         wait_until(lambda: not core.updater.poll()["serving"], "it serves again")
@@ -226,7 +223,7 @@ def test_it_returns_from_a_version_that_is_withdrawn_and_serves_what_it_returned
         layouts = {info.version: info.layouts for info in trainer.versions() if info.visible}
         assert layouts == {1: {"checkpoint": ("trainer/0",), "runtime:toy": ("engine/0",)}}
         trainer.publish(3, {"weight": torch.full((4, 1000), 3.0)})
-        wait_until(lambda: core.log[-3:] == [("switch", 3), "forget", "resume"], "it follows on")
+        wait_until(lambda: core.log[-3:] == [("install", 3), "forget", "resume"], "it follows on")
 
 
 def test_a_version_that_is_lost_is_no_reason_to_go_back(following: Any, hub: Server) -> None:
@@ -236,7 +233,7 @@ def test_a_version_that_is_lost_is_no_reason_to_go_back(following: Any, hub: Ser
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
         with Client(hub.address, run="r", model="m", replica="other") as other:
             other.publish(2, {"weight": torch.full((4, 1000), 2.0)})
-            wait_until(lambda: core.log[-3:] == [("switch", 2), "forget", "resume"], "switched")
+            wait_until(lambda: core.log[-3:] == [("install", 2), "forget", "resume"], "switched")
             wait_until(lambda: core.updater.poll()["served_version"] == 2, "served")
         core.updater._client.unpublish(2, "runtime:toy")
         core.updater._client.retain(newest=0)
@@ -245,7 +242,7 @@ def test_a_version_that_is_lost_is_no_reason_to_go_back(following: Any, hub: Ser
         trainer.wait(1)
         with pytest.raises(NotPublished):
             trainer.target(2, timeout_s=1.5)  # longer than one question of the follower
-        assert core.log[-3:] == [("switch", 2), "forget", "resume"]
+        assert core.log[-3:] == [("install", 2), "forget", "resume"]
 
 
 def test_what_is_withdrawn_before_the_idle_moment_is_never_installed(following: Any, hub: Server) -> None:
@@ -253,7 +250,7 @@ def test_what_is_withdrawn_before_the_idle_moment_is_never_installed(following: 
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.retain(newest=2)
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
-        wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
         core.idle = False
         trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
         wait_until(lambda: core.updater.poll()["state"] == "ready", "fetched")
@@ -261,7 +258,7 @@ def test_what_is_withdrawn_before_the_idle_moment_is_never_installed(following: 
         wait_until(lambda: core.log[-1] == ("discard",), "dropped")
         core.idle = True
         trainer.publish(3, {"weight": torch.full((4, 1000), 3.0)})
-        wait_until(lambda: core.log[-3:] == [("switch", 3), "forget", "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("install", 3), "forget", "resume"], "switched")
         assert ("install", 2) not in core.log
 
 
@@ -280,13 +277,13 @@ def test_a_version_that_the_worker_refuses_is_fetched_once(
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.retain(3)
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
-        wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
         trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
         wait_until(lambda: ("start_fetch", 2) in core.log, "tried")
         wait_until(lambda: _shown(hub) == ["it cannot install version 2: a tensor is missing"], "shown to people")
         assert core.status()["refusal"] == (2, "a tensor is missing [version=2]")
         trainer.publish(3, {"weight": torch.full((4, 1000), 3.0)})
-        wait_until(lambda: core.log[-3:] == [("switch", 3), "forget", "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("install", 3), "forget", "resume"], "switched")
         wait_until(lambda: _shown(hub) == [], "it has a newer one")
         assert core.status()["refusal"] == (0, "")
         assert core.log.count(("start_fetch", 2)) == 1
@@ -304,7 +301,7 @@ def test_patience_ends(following: Any, hub: Server) -> None:
     core = following("idle", patience_s=0.1)
     core.idle = False
     publish(hub, 1)
-    wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
+    wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
 
 
 def test_what_somebody_else_has_paused_stays_as_it_is(following: Any, hub: Server) -> None:
@@ -316,7 +313,7 @@ def test_what_somebody_else_has_paused_stays_as_it_is(following: Any, hub: Serve
         wait_until(lambda: core.asked > 3, "it has asked whether it may")
         assert core.log == []
         core.available = True
-        wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
 
 
 def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeeds(
@@ -335,9 +332,9 @@ def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeed
     core.idle = True
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
-        wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
     attempt = [("start_fetch", 1), ("install", 1)]  # paused once, and then until one succeeds
-    assert core.log == [attempt[0], "pause", attempt[1], *attempt, *attempt, ("switch", 1), "forget", "resume"]
+    assert core.log == [attempt[0], "pause", attempt[1], *attempt, *attempt, "forget", "resume"]
 
 
 def test_after_a_pause_of_others_only_the_newest_version_is_installed(following: Any, hub: Server) -> None:

@@ -16,8 +16,7 @@ class Engine:
     def __init__(self, *, fails=None, running=()):
         self.calls = []
         self.fails = dict(fails or {})
-        self.requests = dict(running)
-        self.version = 0
+        self.requests = list(running)
         self.is_paused = False
         self.gone = []
         self.fetching = 0
@@ -70,12 +69,7 @@ class Engine:
         return gone
 
     def running(self):
-        return dict(self.requests)
-
-    def switch(self, version, running):
-        assert self.is_paused, "samples change their number only while the engine stands still"
-        self.calls.append(f"switch {version}")
-        self.version = version
+        return list(self.requests)
 
 
 class Done(Exception):
@@ -105,25 +99,21 @@ def follow(engine, answers, **options):
     return follower, asked
 
 
-UPDATE = ["start_fetch", "poll", "poll", "prepare_install", "pause", "install", "switch {}", "forget", "resume"]
-
-
-def update(version):
-    return [call.format(version) for call in UPDATE]
+UPDATE = ["start_fetch", "poll", "poll", "prepare_install", "pause", "install", "forget", "resume"]
 
 
 def test_it_fetches_while_generating_and_stops_only_to_install():
     engine = Engine()
     follower, asked = follow(engine, [3, 5])
-    assert engine.calls == update(3) + update(5)
+    assert engine.calls == UPDATE + UPDATE
     assert asked == [0, 3, 5]
-    assert (follower.version, engine.version, engine.is_paused) == (5, 5, False)
+    assert (follower.version, engine.is_paused) == (5, False)
 
 
 def test_nothing_new_and_no_hub_change_nothing():
     engine = Engine()
     follower, asked = follow(engine, [3, NotPublished("nothing newer"), HubUnreachable("gone"), 4])
-    assert engine.calls == update(3) + update(4)
+    assert engine.calls == UPDATE + UPDATE
     assert asked == [0, 3, 3, 3, 4]
 
 
@@ -152,7 +142,7 @@ def test_mixed_weights_never_answer_until_they_are_repaired():
     follower.target = lambda *a, **k: 3
     engine.calls.clear()
     asyncio.run(follower.update(asyncio.run(follower.next_version())))
-    assert engine.calls == ["start_fetch", "poll", "poll", "prepare_install", "install", "switch 3", "forget", "resume"]
+    assert engine.calls == ["start_fetch", "poll", "poll", "prepare_install", "install", "forget", "resume"]
     assert (follower.is_broken, engine.is_paused) == (False, False)
 
 
@@ -184,15 +174,15 @@ def test_it_stops_following_where_it_is_told_to():
 def test_it_goes_back_when_it_is_told_to():
     engine = Engine()
     follower, asked = follow(engine, [3, 5, 3])
-    assert engine.calls == update(3) + update(5) + update(3)
-    assert asked == [0, 3, 5, 3] and follower.version == engine.version == 3
+    assert engine.calls == UPDATE + UPDATE + UPDATE
+    assert asked == [0, 3, 5, 3] and follower.version == 3
 
 
 def test_with_nothing_to_go_to_it_stays_and_says_so_once(caplog):
     engine = Engine()
     gone, lost = VersionGone("version 3 was withdrawn"), VersionGone("version 4 is pinned and nobody holds it")
     follower, asked = follow(engine, [3, gone, gone, gone, lost, NotPublished("nothing"), lost])
-    assert engine.calls == update(3) and asked == [0] + 7 * [3]
+    assert engine.calls == UPDATE and asked == [0] + 7 * [3]
     said = [record.message for record in caplog.records if "staying with version 3" in record.message]
     assert [text.partition("3: ")[2] for text in said] == [gone.message, lost.message, lost.message]
 
@@ -241,7 +231,7 @@ def answering(engine):
 def test_a_refused_version_is_tried_once_more_when_it_is_pinned_anew(caplog):
     engine = Engine(fails={("fetch", 0): "VersionRefused: no such tensor"})
     follower, asked = follow(engine, [4, 4, lambda: engine.fails.clear() or 4])
-    assert engine.calls[-9:] == update(4) and follower.version == 4 and not follower.refused
+    assert engine.calls[-8:] == UPDATE and follower.version == 4 and not follower.refused
     assert asked == [0, (0, (4,)), (0, (4,)), 4]
     assert caplog.text.count("tried again because it was pinned") == 2
 
@@ -257,16 +247,14 @@ def test_requests_in_flight_are_counted(monkeypatch):
     monkeypatch.setattr(
         "tensorhub_plugins.vllm.engine.follower.record", lambda event, **fields: told.append((event, fields))
     )
-    engine = Engine(running={"a": 3, "b": 0, "c": 1})
 
-    def switch(version, running):
-        assert running == {"a": 3, "b": 0, "c": 1}
-        del engine.requests["c"]  # of which nobody knows why
-        del engine.requests["b"]
-        engine.gone.append("b")  # its client went away meanwhile
+    class Losing(Engine):
+        def _install(self, worker, version, timeout_s):
+            self.requests = ["a"]  # nobody knows why c has gone
+            self.gone = ["b"]  # its client went away meanwhile
+            return super()._install(worker, version, timeout_s)
 
-    engine.switch = switch
-    follow(engine, [3])
+    follow(Losing(running=["a", "b", "c"]), [3])
     assert [event for event, _ in told] == ["pause", "resume"]
     assert told[0][1]["in_flight"] == 3
     assert (told[1][1]["in_flight"], told[1][1]["lost"]) == (1, 1)
@@ -277,7 +265,8 @@ def test_new_weights_answer_nothing_before_the_old_ones_caches_are_forgotten(cap
     engine = Engine()
     engine.fails["forget"] = ["a session is open", "a session is open", "a session is open"]
     seen = []
-    engine.switch = lambda version, running: seen.append(follower.is_whole)
+    install = engine._install
+    engine._install = lambda *asked: seen.append(follower.is_whole) or install(*asked)
 
     async def story():
         with pytest.raises(StaleCaches):
@@ -286,7 +275,7 @@ def test_new_weights_answer_nothing_before_the_old_ones_caches_are_forgotten(cap
 
     follower = Follower(engine, lambda *a, **k: 0, worker="r/0", timeout_s=5)
     asyncio.run(story())
-    assert seen == [True]
+    assert seen == [True, True]  # two workers
     engine.calls.clear()
 
     heard = iter([5])

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
-pytest.importorskip("ray", reason="what comes of an external server's answers is an actor's")
 
 from tensorhub_plugins.vllm import routes  # noqa: E402
-from tensorhub_plugins.vllm.engine.spans import PREFIX, Spans  # noqa: E402
-from tensorhub_plugins.vllm.ray.external import spans_of  # noqa: E402
+from tensorhub_plugins.vllm.engine.spans import PREFIX, Spans, spans_of  # noqa: E402
 
 A, B = f"{PREFIX}{'a' * 32}", f"{PREFIX}{'b' * 32}"
 
@@ -65,11 +65,12 @@ def told(*cores: Spans) -> Any:
     class Client:
         core_engines = cores
 
-        async def _call_utility_async(self, _: str, name: str, *, engine: Spans) -> Any:
+        async def _call_utility_async(self, _: str, name: str, forget: bool, *, engine: Spans) -> Any:
+            assert not forget, "reading only"
             return engine.of(name)
 
-        async def call_utility_async(self, _: str, name: str) -> Any:
-            return cores[0].of(name)
+        async def call_utility_async(self, method: str, name: str, forget: bool) -> Any:
+            return await self._call_utility_async(method, name, forget, engine=cores[0])
 
     config = SimpleNamespace(load_config=SimpleNamespace(load_format="tensorhub"))
     engine = SimpleNamespace(engine_core=Client(), vllm_config=config)
@@ -107,6 +108,20 @@ def test_nothing_is_kept_of_what_is_forgotten() -> None:
     assert spans._requests.keys() == spans._starts.keys() == {B}
 
 
+def test_what_was_asked_for_once_makes_room_for_others() -> None:
+    """An agent's short requests would push the long one out under which they run, and its answer could not be used."""
+    spans = Spans(requests_max=2)
+    spans.settle(1, {})
+    spans.added(internal(A))
+    for number in range(10):
+        spans.added(internal(short := f"{PREFIX}{number:032x}"))
+        assert spans.pop(short) == [((0, 0), [(1, 0)])]
+    assert of(spans, A) == [(1, 0)] and spans.pop(short) == []
+    for number in range(10):  # the control: nobody asks for them
+        spans.added(internal(f"{PREFIX}{number:032x}"))
+    assert spans.of(A) == []
+
+
 def test_what_is_of_no_version_is_told() -> None:
     """Somebody has loaded weights that are none of the store's: its tokens passed for the version before."""
     spans = Spans()
@@ -131,6 +146,21 @@ def test_a_request_of_several_versions() -> None:
     assert spans_of([[1, 0], [3, 5]], 9) == ((1, 5), (3, 4))
     assert spans_of([[1, 0], [3, 5]], 5) == ((1, 5),)  # read up to there
     assert spans_of([[1, 0], [3, 5]], 0) == ((1, 0),)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=20))
+def test_spans_hold_every_token_once_in_order(tokens_by_version: list[int]) -> None:
+    spans, total = Spans(), 0
+    spans.settle(1, {})
+    spans.added(internal(A))
+    for version, tokens in enumerate(tokens_by_version[:-1], 2):
+        total += tokens
+        spans.switched(version, {internal(A): total})
+    total += tokens_by_version[-1]
+    ((_, starts),) = spans.pop(A)
+    assert spans_of(starts, total) == tuple(
+        (version, tokens) for version, tokens in enumerate(tokens_by_version, 1) if tokens
+    ) or (total == 0 and spans_of(starts, 0) == ((starts[0][0], 0),))
 
 
 def test_a_request_that_came_and_went_between_two_switches_has_its_own_version() -> None:

@@ -16,6 +16,7 @@ from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
 from tensorhub_plugins.openrlhf.versions import FIRST, Versioned
 from tensorhub_plugins.vllm.engine.departures import Departures
+from tensorhub_plugins.vllm.engine.spans import Spans
 from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline
 
@@ -205,7 +206,8 @@ EVERY_PROMPT = sorted(2 * [f"p{i}" for i in range(6)])
 
 
 class FakeLLM:
-    """vLLM's AsyncLLM: answers when told to, and takes every version at once."""
+    """vLLM's AsyncLLM and its core: answers when told to, and takes every version at once, when each request has had
+    one token of the version before."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -213,11 +215,21 @@ class FakeLLM:
         self.answers = asyncio.Event()
         self.aborted: dict[str, list[int]] = {}  # request: its tokens up to then
         self.errored = False
+        self.spans, self.engine_core = Spans(), self
         self.output_processor = SimpleNamespace(request_states={}, abort_requests=lambda names, internal: names)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
         self.calls.append(method)
+        if method == "tensorhub_install":
+            self.switch(args[0])
         return [{"state": "ready", "error": None, "installed": True, "broken": None}]
+
+    def switch(self, version: int) -> None:
+        self.spans.switched(version, dict.fromkeys(self.output_processor.request_states, 1))
+
+    async def call_utility_async(self, method: str, request: str, forget: bool) -> Any:
+        assert method == "tensorhub_starts" and forget
+        return self.spans.pop(request)
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         assert mode == "keep" and not clear_cache, "a pause that cannot forget ends vLLM's core"
@@ -235,13 +247,14 @@ class FakeLLM:
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
         self.output_processor.request_states[request_id] = None
+        self.spans.added(request_id)
         self.asked.append((list(prompt["prompt_token_ids"]), params))
         await self.answers.wait()
         self.output_processor.request_states.pop(request_id, None)
         if request_id in self.aborted:
-            yield SimpleNamespace(outputs=[completion("abort", self.aborted[request_id])])
+            yield SimpleNamespace(outputs=[completion("abort", self.aborted[request_id])], request_id=request_id)
         else:
-            yield SimpleNamespace(outputs=[completion("stop", [7, 8])])
+            yield SimpleNamespace(outputs=[completion("stop", [7, 8])], request_id=request_id)
 
     async def abort(self, requests: list[str], internal: bool) -> None:
         assert internal, "the keys of request_states are vLLM's own names"
@@ -257,6 +270,7 @@ def make_engine(executor: Any, *, is_partial: bool, llm: Any = None) -> Any:
     """An engine whose __init__, which needs vLLM, is left out."""
     one = engine.TensorHubEngine.__new__(engine.TensorHubEngine)
     one.llm, one.worker, one._mm_pad_token_ids = llm or FakeLLM(), "rollout-0/0", None
+    one.llm.generate = engine.named(one.llm.generate)
     one.lifeline = Lifeline(one.llm, one.worker)
     one.options = Options(hub="tcp://h:1", run="r", timeout_s=5)
     one.executor = Versioned(executor)

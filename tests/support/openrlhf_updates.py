@@ -97,7 +97,10 @@ class Store(FakeLLM):
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
-        return [await asyncio.to_thread(getattr(self, method), *args)]
+        answer = await asyncio.to_thread(getattr(self, method), *args)
+        if method == "tensorhub_install":
+            self.switch(args[0])
+        return [answer]
 
     async def check_health(self) -> None: ...
 

@@ -109,19 +109,25 @@ class Engine:
         threading.Thread(target=lambda: asyncio.run(follower.follow()), name="follow", daemon=True).start()
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        return await self._soon(partial(self._rpc, method, *args))
+        answers: list[Any] = await self._soon(partial(self._rpc, method, *args))
+        if method == "tensorhub_install" and all(answer["installed"] for answer in answers):
+            self.version = args[0]
+        return answers
 
     async def pause(self) -> None:
         await self._soon(self._pause)
 
+    async def forget(self) -> None:
+        """The pause has."""
+
     async def resume(self) -> None:
         await self._soon(self._resume)
 
-    def running(self) -> Mapping[str, int]:
-        return dict.fromkeys(self._running, 0)
+    def running(self) -> list[str]:
+        return list(self._running)
 
-    def switch(self, version: int, running: Mapping[str, int]) -> None:
-        self.version = version
+    def departed(self) -> list[str]:
+        return []
 
     # --- stock: it is told ---
 

@@ -46,6 +46,7 @@ class Core:
         self._core, self._wake_up, self._alone = core, EngineCoreRequestType.WAKEUP, alone
         self._caches, self._departures = caches, Departures(core, self.running)
         self.spans = Spans()  # used in the loop only
+        core.collective_rpc = self._labelled(core.collective_rpc)
         original = core._handle_client_request
 
         @wraps(original)
@@ -67,6 +68,19 @@ class Core:
         self._pause, self._resume = core.pause_scheduler, core.resume_scheduler
         core.pause_scheduler = self._their_pause = self._unless_held(self._pause)
         core.resume_scheduler = self._unless_held(self._resume)
+
+    def _labelled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """An install, whoever asks for it, changes what tokens are of in the very call in which it changes weights: no
+        step is made, and no request comes, between the two."""
+
+        @wraps(original)
+        def collective_rpc(method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
+            answers = original(method, timeout, args, kwargs)
+            if method == INSTALL and all(answer["installed"] for answer in answers):
+                self.relabel(args[0])
+            return answers
+
+        return collective_rpc
 
     def _unless_held(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """What another client asks while our update has stopped the engine waits for its end: nothing runs on weights
@@ -101,9 +115,9 @@ class Core:
         """That of the tokens that are made now; 0: of none of the store's."""
         return self.spans.version
 
-    def starts(self, request: str) -> list[tuple[Place, list[Start]]]:
-        """Call in the loop. Where the versions of this request's answers start, see spans.py."""
-        return self.spans.of(request)
+    def starts(self, request: str, forget: bool = False) -> list[tuple[Place, list[Start]]]:
+        """Call in the loop. Where the versions of this request's answers start, see spans.py. forget: afterwards."""
+        return self.spans.pop(request) if forget else self.spans.of(request)
 
     async def ask(self, action: Callable[[], Any]) -> Any:
         """Run this in the loop and return what it returns; of a future, when it is done. After LOOP_TIMEOUT_S it is not
@@ -122,7 +136,7 @@ class Core:
             self._held |= method == INSTALL  # also of what has stayed paused since one that failed
             self._caches.is_stale |= method == INSTALL
             try:
-                answers = list(self._core.model_executor.collective_rpc(method, args=args))
+                answers = list(self._core.collective_rpc(method, args=args))
             except Exception:
                 if method == INSTALL:
                     self._let_go()
@@ -206,27 +220,26 @@ class Core:
 
         await self.ask(let_go)
 
-    def running(self) -> dict[str, int]:
-        requests = list(self._core.scheduler.requests.items())  # at once: the loop may add some
-        return {name: request.num_output_tokens for name, request in requests}
+    def running(self) -> list[str]:
+        return list(self._core.scheduler.requests)  # at once: the loop may add some
+
+    def _produced(self) -> dict[str, int]:
+        """Call in the loop."""
+        return {name: request.num_output_tokens for name, request in self._core.scheduler.requests.items()}
 
     def departed(self) -> list[str]:
         return self._departures.take()
 
-    def switch(self, version: int, running: Any) -> None:
-        """In the loop, ahead of the call that resumes: no request comes between the counting and the switch."""
-        self._core.input_queue.put_nowait((self._wake_up, partial(self.relabel, version)))
-
     def relabel(self, version: int) -> None:
         """Call in the loop. Tokens are of this version from here on; 0: of none of the store's."""
-        self.spans.switched(version, self.running())
+        self.spans.switched(version, self._produced())
         label(self._core, version)
 
     def settle(self, version: int) -> None:
         """What the engine was started with is this version."""
 
         def settle() -> None:
-            self.spans.settle(version, self.running())
+            self.spans.settle(version, self._produced())
             label(self._core, version)
 
         self._core.input_queue.put_nowait((self._wake_up, settle))

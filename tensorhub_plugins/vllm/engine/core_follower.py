@@ -1,7 +1,7 @@
 """What the store adds to vLLM's engine core, the process with the scheduler: only there can weights and caches be one.
 
 `attach` is called (see plugin.py) for engines with `--load-format tensorhub` or the weight transfer backend
-`tensorhub`, before the first request.
+`tensorhub`, and `note_versions` for those whose owner updates them (verl, OpenRLHF), before the first request.
 
     Weights and caches change as one    Before and after every update_weights, and every reload_weights, the prefix and
                                         encoder caches are forgotten and running requests are computed anew, in
@@ -36,6 +36,7 @@ from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.core import Core, label, status
 from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S, RETRY_DELAY_MAX_S, RETRY_DELAY_S, Follower
 from tensorhub_plugins.vllm.engine.ranks import FirstRank, OtherRank, store_of
+from tensorhub_plugins.vllm.engine.spans import Place, Span, Start, spans_of
 from tensorhub_plugins.vllm.names import NAME
 from tensorhub_plugins.vllm.worker.methods import may_change_weights
 
@@ -57,8 +58,8 @@ TIMEOUT_S = 600.0  # for a version to arrive, and for an install
 HEALTH_TIMEOUT_S = 2.0  # of one question to the workers
 
 
-def attach(core: Any, vllm_config: Any) -> None:
-    """Add what this engine's configuration asks for; UsageError if it cannot have it."""
+def attach(core: Any, vllm_config: Any, *, owned: bool = False) -> None:
+    """Add what this engine's configuration asks for; UsageError if it cannot have it. owned: see `note_versions`."""
     missing = [name for name in NEEDED if not hasattr(core, name)]
     if missing:
         raise UsageError(
@@ -71,6 +72,17 @@ def attach(core: Any, vllm_config: Any) -> None:
     core.tensorhub_label = partial(label, core)
     if vllm_config.load_config.load_format == NAME:
         _follow(core, caches, vllm_config)
+    if owned and not hasattr(core, "tensorhub_starts"):
+        note_versions(core, caches)
+
+
+def note_versions(core: Any, caches: Caches) -> None:
+    """Have an engine whose owner updates it tell which version each token came from (`spans_in`)."""
+    if not hasattr(core, "input_queue"):
+        return  # it runs in the process of its caller, whom nobody asks
+    whole = Core(core, caches)
+    core.tensorhub_starts, core.tensorhub_label = whole.starts, whole.relabel
+    whole.settle(_version(core) or 0)
 
 
 def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,6 +191,23 @@ async def of_all_cores(client: Any, method: str, *arguments: Any) -> list[Any]:
         return [await client.call_utility_async(method, *arguments)]
     asked = (client._call_utility_async(method, *arguments, engine=each) for each in cores)
     return list(await asyncio.gather(*asked))
+
+
+async def starts_in(client: Any, request: str, *, forget: bool = False) -> list[tuple[Place, list[Start]]]:
+    """Runs in the API server. Where the versions of each of this request's answers start; none: it is not known, or of
+    beam search, or two requests had this name. forget: afterwards."""
+    cores = await of_all_cores(client, "tensorhub_starts", request, forget)
+    found = sorted(answer for core in cores for answer in core)
+    if len({tuple(place) for place, _ in found}) < len(found) or not all(starts for _, starts in found):
+        return []
+    return found
+
+
+async def spans_in(client: Any, request: str, tokens: int) -> tuple[Span, ...]:
+    """Runs in an actor that owns an engine. The versions of this request's only answer, of which `tokens` have come;
+    (): they are not known. Ask once, of every request that has a name of ours (spans.py)."""
+    found = await starts_in(client, request, forget=True)
+    return spans_of(found[0][1], tokens) if len(found) == 1 else ()
 
 
 # --- following ---

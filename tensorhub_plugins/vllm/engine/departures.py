@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -10,7 +10,7 @@ from typing import Any
 class Departures:
     """owner: who is asked to `abort_requests`, by clients that leave. running: the requests that there are."""
 
-    def __init__(self, owner: Any, running: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, owner: Any, running: Callable[[], Iterable[str]]) -> None:
         self._gone: set[str] | None = None
         original = owner.abort_requests
 

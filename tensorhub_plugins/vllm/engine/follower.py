@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,14 +57,11 @@ class EngineOwner(Protocol):
 
     async def resume(self) -> None: ...
 
-    def running(self) -> Mapping[str, int]:
-        """Requests that have not ended, with the tokens each has produced."""
+    def running(self) -> Collection[str]:
+        """Requests that have not ended."""
 
     def departed(self) -> Sequence[str]:
         """Requests that somebody has aborted since the pause, or since this was asked before."""
-
-    def switch(self, version: int, running: Mapping[str, int]) -> None:
-        """Tokens come from `version` from here on."""
 
 
 @dataclass
@@ -236,7 +233,7 @@ class Follower:
             if not self.is_paused:
                 await self.engine.pause()
                 self.is_paused = True
-            frozen = dict(self.engine.running())
+            frozen = set(self.engine.running())
             record(
                 "pause",
                 worker=self.worker,
@@ -249,8 +246,6 @@ class Follower:
             failed = [result for result in results if not result["installed"]]
             self.is_broken = any(result["broken"] for result in results)
             if not failed:
-                # Counted only now: the last tokens before the pause may come after its answer, not after this one.
-                self.engine.switch(version, self.engine.running())
                 self.version = version
             running, departed = set(self.engine.running()), set(self.engine.departed())
             if not self.is_broken:
@@ -263,8 +258,8 @@ class Follower:
                 worker=self.worker,
                 version=version,
                 seconds=time.monotonic() - started,
-                in_flight=len(running & frozen.keys()),
-                lost=len(frozen.keys() - running - departed),
+                in_flight=len(running & frozen),
+                lost=len(frozen - running - departed),
             )
         finally:
             self.installing_since = None

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -45,7 +44,6 @@ QUESTIONS = frozenset(
         "stay",
         "running",
         "departed",
-        "switch",
         "settle",
     }
 )
@@ -108,17 +106,11 @@ class FirstRank:
         stay = any(await self._all("is_theirs"))  # all resume, or none does: each would wait for the others
         await self._all("stay" if stay else "resume")
 
-    def running(self) -> dict[str, int]:
-        everywhere = [self._core.running(), *self._answers(self._ask("running"))]
-        return {request: tokens for rank in everywhere for request, tokens in rank.items()}
+    def running(self) -> list[str]:
+        return [*self._core.running(), *(name for rank in self._answers(self._ask("running")) for name in rank)]
 
     def departed(self) -> list[str]:
         return [*self._core.departed(), *(name for rank in self._answers(self._ask("departed")) for name in rank)]
-
-    def switch(self, version: int, running: Mapping[str, int]) -> None:
-        asked = self._ask("switch", version, {})
-        self._core.switch(version, running)
-        self._answers(asked)
 
     def settle(self, version: int) -> None:
         asked = self._ask("settle", version)

@@ -11,13 +11,14 @@ which of several prompts and which of `n` answers one is: of these each has its 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 PREFIX = "tensorhub-"
 NAMED = re.compile(rf"(?:^([0-9]{{1,9}})_.*?)?({PREFIX}[0-9a-f]{{32}})(?:[-_]([0-9]{{1,7}})(?:-|$))?")  # RANDOM has 8
 REQUESTS_MAX = 100_000  # answers remembered; beyond that those of the oldest are forgotten, and not used
 
 Start = tuple[int, int]  # a version, and the first token that came from it
+Span = tuple[int, int]  # a version, and how many tokens in a row came from it
 Place = tuple[int, int]  # of an answer among those of its request: which prompt, which of `n`
 
 
@@ -43,9 +44,7 @@ class Spans:
         is_first = self._requests.setdefault(name, {}).setdefault(place, request) == request
         answers[place] = [(self.version, 0)] if is_first else []
         while self._count > self._requests_max:
-            oldest = next(iter(self._starts))
-            self._count -= len(self._starts.pop(oldest))
-            del self._requests[oldest]
+            self.pop(next(iter(self._starts)))
 
     def switched(self, version: int, produced: Mapping[str, int]) -> None:
         """The weights are another version from here on. produced: the tokens that each unfinished request has."""
@@ -72,6 +71,20 @@ class Spans:
     def of(self, name: str) -> list[tuple[Place, list[Start]]]:
         """Where the versions of each answer of this request start, in tokens. Missing, or none: it is not known."""
         return sorted((place, list(starts)) for place, starts in self._starts.get(name, {}).items())
+
+    def pop(self, name: str) -> list[tuple[Place, list[Start]]]:
+        """The same, and forget it."""
+        found = self.of(name)
+        self._count -= len(self._starts.pop(name, ()))
+        self._requests.pop(name, None)
+        return found
+
+
+def spans_of(starts: Sequence[Sequence[int]], tokens: int) -> tuple[Span, ...]:
+    """Return the spans of an answer that was read up to `tokens`: they add up to that, and there is at least one."""
+    ends = [start for _, start in starts[1:]] + [tokens]
+    spans = [(version, min(end, tokens) - start) for (version, start), end in zip(starts, ends, strict=True)]
+    return tuple(span for span in spans if span[1] > 0) or ((starts[0][0], 0),)
 
 
 def _named(request: str) -> tuple[str, Place] | None:

@@ -33,7 +33,7 @@ from tensorhub_plugins.core import Client, TensorHubError, UsageError, record, v
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
-from tensorhub_plugins.vllm.engine.spans import PREFIX
+from tensorhub_plugins.vllm.engine.spans import PREFIX, Span, spans_of
 from tensorhub_plugins.vllm.model_facts import differences
 from tensorhub_plugins.vllm.ray.config import connect
 from tensorhub_plugins.vllm.ray.hub import ON_HEAD
@@ -71,12 +71,12 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """spans: (version, tokens), in order; they add up to all tokens, and there is at least one."""
+    """spans: they add up to all tokens, and there is at least one."""
 
     token_ids: list[int]
     log_probs: list[float] | None
     finish_reason: str  # "stop", "length" or "abort"
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
 
 
 class Refusing(TypedDict, total=False):
@@ -160,13 +160,6 @@ def refusal(url: str, expected: Expected, status: Status) -> str | None:
     if status["by_hand"]:
         return f"{url} is also updated by hand, so its versions are not sure: start it without --weight-transfer-config"
     return None
-
-
-def spans_of(starts: Sequence[Sequence[int]], tokens: int) -> tuple[tuple[int, int], ...]:
-    """PURE: where versions start, as (version, how many tokens) of an answer that was read up to `tokens`."""
-    ends = [start for _, start in starts[1:]] + [tokens]
-    spans = [(version, min(end, tokens) - start) for (version, start), end in zip(starts, ends, strict=True)]
-    return tuple(span for span in spans if span[1] > 0) or ((starts[0][0], 0),)
 
 
 async def start(actor_class: type, *arguments: Any, **options: Any) -> Any:
