@@ -1,10 +1,11 @@
-"""What `vllm serve --load-format tensorhub` tells over HTTP, beside vLLM's own routes. Reading only.
+"""What `vllm serve --load-format tensorhub` tells over HTTP, beside vLLM's own routes.
 
 GET /tensorhub                      whom it follows, which version it has, and what model it is; 404: not ours
 GET /tensorhub/starts/REQUEST       of a request that was named by `spans.PREFIX`: "answers", which are {"prompt": which
                                     of its prompts, "sample": which of n, "starts": [[version, first token], ...]}, and
                                     "starts": of its only answer; null: it has several, or it is not known (any more;
-                                    or of beam search, or two requests had this name). Version 0 is none of the store's
+                                    or of beam search, or two requests had this name). Version 0 is none of the store's.
+                                    ?forget=true: the last question about it, which makes room for others
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ async def status(request: Request) -> dict[str, Any]:
 
 
 @router.get("/tensorhub/starts/{name}")
-async def starts(name: str, request: Request) -> dict[str, Any]:
-    found = await starts_in(_engine(request).engine_core, name)
+async def starts(name: str, request: Request, forget: bool = False) -> dict[str, Any]:
+    found = await starts_in(_engine(request).engine_core, name, forget=forget)
     answers = [{"prompt": prompt, "sample": sample, "starts": starts} for (prompt, sample), starts in found]
     return {"starts": answers[0]["starts"] if len(answers) == 1 else None, "answers": answers}
 

@@ -59,15 +59,14 @@ def test_prompts_of_a_batch_of_chats_are_told_apart() -> None:
     assert spans.of(A) == [((0, 0), [(1, 0), (2, 10)]), ((1, 0), [(1, 0), (2, 3)])]
 
 
-def told(*cores: Spans) -> Any:
+def told(*cores: Spans, forgets: bool = False) -> Any:
     """What `vllm serve` says of A over HTTP."""
 
     class Client:
         core_engines = cores
 
         async def _call_utility_async(self, _: str, name: str, forget: bool, *, engine: Spans) -> Any:
-            assert not forget, "reading only"
-            return engine.of(name)
+            return engine.pop(name) if forget else engine.of(name)
 
         async def call_utility_async(self, method: str, name: str, forget: bool) -> Any:
             return await self._call_utility_async(method, name, forget, engine=cores[0])
@@ -75,7 +74,7 @@ def told(*cores: Spans) -> Any:
     config = SimpleNamespace(load_config=SimpleNamespace(load_format="tensorhub"))
     engine = SimpleNamespace(engine_core=Client(), vllm_config=config)
     return asyncio.run(
-        routes.starts(A, SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(engine_client=engine))))  # type: ignore[arg-type]
+        routes.starts(A, SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(engine_client=engine))), forgets)  # type: ignore[arg-type]
     )
 
 
@@ -93,6 +92,7 @@ def test_an_answer_that_several_requests_had_a_part_in_is_not_known(one: str, tw
         core.settle(1, {})
     spans.added(one)
     assert told(spans)["starts"] == told(spans, other)["starts"] == [(1, 0)]  # the control
+    assert told(other, forgets=True)["starts"] is None and told(spans)["starts"] == [(1, 0)]
     other.added(two)
     assert told(spans, other) == {"starts": None, "answers": []}
     spans.switched(2, {})

@@ -72,6 +72,7 @@ class Fake:
 
     async def tell_starts(self, request: web.Request) -> web.Response:
         assert request.match_info["name"] in [asked["request_id"] for asked in self.asked]
+        assert request.query["forget"] == "true", "requests that are not forgotten push out those that run"
         return web.json_response({"starts": self.starts})
 
     async def sends_elsewhere(self, request: web.Request) -> web.Response:

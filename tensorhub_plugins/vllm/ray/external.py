@@ -355,7 +355,7 @@ class External:
                 raise ServerLost(f"{self.url} has not answered for {self.silent_s:.0f} s", peer=self.url)
             if not stream.cancelled():
                 stream.result()
-            told = await self._get(f"{ROUTE}/starts/{name}", timeout_s=STARTS_TIMEOUT_S)
+            told = await self._get(f"{ROUTE}/starts/{name}?forget=true", timeout_s=STARTS_TIMEOUT_S)
             starts = msgspec.convert(told, Starts)["starts"]
         except UsageError:
             raise
