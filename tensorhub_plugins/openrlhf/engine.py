@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +25,8 @@ from tensorhub_plugins.openrlhf import config, journal
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
 from tensorhub_plugins.openrlhf.journal import Call, GivenBack, Journal, Journals, Leaving
 from tensorhub_plugins.openrlhf.versions import Versioned, came_from
-from tensorhub_plugins.vllm.engine.core_follower import spans_in
-from tensorhub_plugins.vllm.engine.departures import Departures
 from tensorhub_plugins.vllm.engine.follower import RETRY_DELAY_S, UpdateFailed
-from tensorhub_plugins.vllm.engine.pause import forget, pause
+from tensorhub_plugins.vllm.engine.owned import OwnedEngine
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray import secret
@@ -66,15 +64,15 @@ class TensorHubEngine(_Stock):
         self.worker = f"{name}/0"
         self.executor = Versioned(self.executor)
         self.lifeline = Lifeline(self.llm, self.worker)
+        self.owned = OwnedEngine(self.llm, self.lifeline.rpc)
         self.is_leaving = False
         # It only waits; the vLLM workers are the replica's shards.
         client = await asyncio.to_thread(connect, self.options, replica=f"server-{tensorhub['engine']}")
         self.client = client
         if not tensorhub["joins"]:
-            await self.rpc("tensorhub_connect", worker, known)
-        self._departures = Departures(self.llm.output_processor, self.running)
+            await self.owned.rpc("tensorhub_connect", worker, known)
         self.follower = Follower(
-            self,
+            self.owned,
             client.target,
             worker=self.worker,
             timeout_s=self.options.timeout_s,
@@ -82,7 +80,7 @@ class TensorHubEngine(_Stock):
             until=self.options.pull_until,
             pins=not tensorhub["sync"],
         )
-        self.follower.version = (await self.rpc("tensorhub_poll"))[0]["version"] or 0
+        self.follower.version = (await self.owned.rpc("tensorhub_poll"))[0]["version"] or 0
         self.staleness = Staleness(lambda: client.hub_silent_s, self.options.staleness_s, worker=self.worker)
         await self._catch_up(client)
         self._tasks = []
@@ -152,7 +150,7 @@ class TensorHubEngine(_Stock):
         try:
             answer = await _Stock.generate(self, prompt, params, multi_modal_data)
             (output,) = answer.outputs
-            spans = await spans_in(self.llm.engine_core, answer.request_id, len(output.token_ids))
+            spans = await self.owned.spans(answer.request_id, len(output.token_ids))
         except EngineDeadError as error:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
             self.lifeline.die(error)
@@ -211,7 +209,7 @@ class TensorHubEngine(_Stock):
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
-        await self.rpc("tensorhub_close")
+        await self.owned.rpc("tensorhub_close")
         await asyncio.to_thread(self.client.close)
 
     # --- following ----------------------------------------------------------------------------------------------------
@@ -233,26 +231,6 @@ class TensorHubEngine(_Stock):
             except (UpdateFailed, HubUnreachable, DeadlineExceeded, VersionGone) as error:  # there may be another soon
                 logger.warning("%s: trying again: %s", self.worker, error)
                 await asyncio.sleep(RETRY_DELAY_S)
-
-    async def rpc(self, method: str, *args: Any) -> list[Any]:
-        return await self.lifeline.rpc(method, *args)
-
-    async def pause(self) -> None:
-        await pause(self.llm, mode="keep", clear_cache=True)
-        self._departures.begin()
-
-    async def forget(self) -> None:
-        await forget(self.llm)
-
-    async def resume(self) -> None:
-        await self.llm.resume_generation()
-        self._departures.end()
-
-    def running(self) -> Collection[str]:
-        return list(self.llm.output_processor.request_states)
-
-    def departed(self) -> list[str]:
-        return self._departures.take()
 
 
 def named(generate: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -25,10 +24,8 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.routing import ReplicaLost
 from tensorhub_plugins.verl.versions import told, version_of_step, waits_for_trainer
-from tensorhub_plugins.vllm.engine.core_follower import spans_in
-from tensorhub_plugins.vllm.engine.departures import Departures
 from tensorhub_plugins.vllm.engine.follower import Follower, LastUpdate
-from tensorhub_plugins.vllm.engine.pause import forget, pause
+from tensorhub_plugins.vllm.engine.owned import OwnedEngine
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray import secret
@@ -53,6 +50,7 @@ class TensorHubServer(vLLMHttpServer):
         self._staleness: Staleness | None = None  # once there is a client
         self._gives_back = False  # this replica leaves the run
         self._lifeline: Lifeline | None = None  # once there is an engine
+        self._owned: OwnedEngine | None = None  # the same
         self._launch: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -64,7 +62,9 @@ class TensorHubServer(vLLMHttpServer):
         await super().launch_server(*args, **kwargs)
         if self.follows and self.node_rank == 0:
             self._lifeline = Lifeline(self.engine, self.worker)
-            for work in (self._start_following(), self._lifeline.probe()):
+            mode, recompute = self.options.pause_mode, self.options.recompute
+            self._owned = OwnedEngine(self.engine, self._lifeline.rpc, mode=mode, recompute=recompute)
+            for work in (self._start_following(self._owned), self._lifeline.probe()):
                 task = asyncio.create_task(work)
                 task.add_done_callback(exit_on_error)
                 self._tasks.append(task)
@@ -76,7 +76,7 @@ class TensorHubServer(vLLMHttpServer):
 
     # --- following ----------------------------------------------------------------------------------------------------
 
-    async def _start_following(self) -> None:
+    async def _start_following(self, owned: OwnedEngine) -> None:
         """The manager starts the hub at its first update, which may come much later than this."""
         while True:
             try:
@@ -93,39 +93,16 @@ class TensorHubServer(vLLMHttpServer):
         self._staleness = Staleness(lambda: client.hub_silent_s, options.staleness_s, worker=self.worker)
         self._tasks.append(asyncio.create_task(self._staleness.watch()))
         worker = worker_config(options, replica=f"rollout-{self.replica_rank}")
-        await self.rpc("tensorhub_connect", worker, await asyncio.to_thread(secret.learn))
+        await owned.rpc("tensorhub_connect", worker, await asyncio.to_thread(secret.learn))
         until = self.options.pull_until
-        self._departures = Departures(self.engine.output_processor, self.running)
         self.follower = Follower(
-            self,
+            owned,
             self._client.target,
             worker=self.worker,
             timeout_s=self.options.timeout_s,
             until=None if until is None else version_of_step(until),
         )
         await self.follower.follow()
-
-    async def rpc(self, method: str, *args: Any) -> list[Any]:
-        assert self._lifeline is not None
-        return await self._lifeline.rpc(method, *args)
-
-    async def pause(self) -> None:
-        await pause(self.engine, mode=self.options.pause_mode, clear_cache=self.options.recompute)
-        self._departures.begin()
-
-    async def forget(self) -> None:
-        if self.options.recompute:
-            await forget(self.engine)
-
-    async def resume(self) -> None:
-        await self.engine.resume_generation()
-        self._departures.end()
-
-    def running(self) -> Collection[str]:
-        return list(self.engine.output_processor.request_states)
-
-    def departed(self) -> list[str]:
-        return self._departures.take()
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -134,7 +111,7 @@ class TensorHubServer(vLLMHttpServer):
     ) -> TokenOutput:
         if not self.follows:
             return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
-        if not self._version:
+        if self._owned is None or not self._version:
             raise ReplicaLost(f"{self.worker} has no weights yet")  # the router asks another one
         if self._why_not():
             raise ReplicaLost(self._why_not())
@@ -143,7 +120,7 @@ class TensorHubServer(vLLMHttpServer):
         try:
             output = await super().generate(prompt_ids, sampling_params, name, **kwargs)
             tokens = len(output.token_ids)
-            spans = await spans_in(self.engine.engine_core, name, tokens)
+            spans = await self._owned.spans(name, tokens)
         except EngineDeadError as error:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
             if self._lifeline is not None:
@@ -238,8 +215,8 @@ class TensorHubServer(vLLMHttpServer):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._lifeline is not None:
-            await self.rpc("tensorhub_close")
+        if self._owned is not None:
+            await self._owned.rpc("tensorhub_close")
         if self._client is not None:
             await asyncio.to_thread(self._client.close)
 

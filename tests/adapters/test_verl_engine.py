@@ -23,6 +23,7 @@ with pytest.MonkeyPatch.context() as patch:  # verl looks for a package of this 
     patch.setattr(metadata, "version", lambda name: vllm.__version__ if name == "vllm" else there(name))
     from tensorhub_plugins.verl import engine
 from tensorhub_plugins.verl.routing import ReplicaLost, _hand_over  # noqa: E402
+from tensorhub_plugins.vllm.engine.owned import OwnedEngine  # noqa: E402
 from tensorhub_plugins.vllm.engine.spans import Spans  # noqa: E402
 
 
@@ -44,7 +45,12 @@ def server(monkeypatch: pytest.MonkeyPatch, stop_reason: str = "completed", span
         extra = {"global_steps": None}
         return TokenOutput(token_ids=one.tokens, log_probs=None, stop_reason=stop_reason, extra_fields=extra)
 
+    vllms = SimpleNamespace(
+        engine_core=SimpleNamespace(call_utility_async=call_utility_async),
+        output_processor=SimpleNamespace(request_states={}, abort_requests=lambda names: None),
+    )
     one.__dict__.update(
+        _owned=OwnedEngine(vllms, None),  # type: ignore[arg-type]
         core=core,
         names=[],
         tokens=[1, 2, 3, 4, 5],
@@ -52,7 +58,6 @@ def server(monkeypatch: pytest.MonkeyPatch, stop_reason: str = "completed", span
         rollout_mode=RolloutMode.STANDALONE,
         options=config.parse({"spans": spans}),
         follower=SimpleNamespace(version=3),
-        engine=SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call_utility_async)),
         _client=None,
         _staleness=None,
         _gives_back=False,

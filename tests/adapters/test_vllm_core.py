@@ -20,8 +20,9 @@ from vllm.v1.engine import EngineCoreRequestType
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.core import INSTALL, Core
-from tensorhub_plugins.vllm.engine.core_follower import note_versions, spans_in
+from tensorhub_plugins.vllm.engine.core_follower import note_versions
 from tensorhub_plugins.vllm.engine.follower import Follower
+from tensorhub_plugins.vllm.engine.owned import OwnedEngine
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 
 TIMEOUT_S = 10.0
@@ -293,7 +294,7 @@ def serving(cores: type[Serving] = Serving) -> Any:
 NAMES = [f"{PREFIX}{number:032x}" for number in range(1024)]
 
 
-@pytest.mark.parametrize("asked", ["by the owner", "by our own follower"])
+@pytest.mark.parametrize("asked", ["by the owner", "by its name", "by our own follower"])
 def test_tokens_are_of_the_new_version_from_the_very_install_on(asked: str) -> None:
     core = serving()
     core.serve(NAMES[0])
@@ -305,12 +306,14 @@ def test_tokens_are_of_the_new_version_from_the_very_install_on(asked: str) -> N
     core.broken = False
     if asked == "by the owner":
         core.collective_rpc(INSTALL, None, (2, 60.0), None)
+    elif asked == "by its name":
+        core.collective_rpc(INSTALL, None, (), {"version": 2})
     else:
         core.loop.start()
         ours(SimpleNamespace(core=Core(core, Caches(core))), "install")
         core.input_queue.put(None)
         core.loop.join()
-    version = 2 if asked == "by the owner" else 1
+    version = 1 if asked == "by our own follower" else 2
     core.serve(NAMES[1])
     core.step()
     assert core.tensorhub_starts(NAMES[0]) == [((0, 0), [(0, 0), (version, 2)])]
@@ -329,6 +332,9 @@ class FrontEnd:
         self.core, self.install_turns = core, install_turns
         self.counted: Counter[str] = Counter()
         self.outputs: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.told: dict[str, int] = {}  # tokens of each request that it knew of when the install was answered
+        self.engine_core = self
+        self.output_processor: Any = SimpleNamespace(request_states=core.scheduler.requests, abort_requests=None)
 
     def step(self) -> None:
         self.core.step()
@@ -347,31 +353,16 @@ class FrontEnd:
             await asyncio.sleep(0)
         return getattr(self.core, method)(*args)
 
-
-class Owner:
-    """An actor that owns an engine. told: tokens of each request that it knew of when the install was answered."""
-
-    def __init__(self, front: FrontEnd) -> None:
-        self.front, self.told = front, {}  # type: ignore[var-annotated]
-
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        answers: list[Any] = await self.front.call_utility_async("collective_rpc", method, None, args, None)
-        self.told = dict(self.front.counted)
+        answers: list[Any] = await self.call_utility_async("collective_rpc", method, None, args, None)
+        self.told = dict(self.counted)
         return answers
 
-    async def pause(self) -> None:
-        await self.front.call_utility_async("pause_scheduler", "keep", False)
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        await self.call_utility_async("pause_scheduler", mode, clear_cache)
 
-    async def forget(self) -> None: ...
-
-    async def resume(self) -> None:
-        await self.front.call_utility_async("resume_scheduler")
-
-    def running(self) -> list[str]:
-        return NAMES
-
-    def departed(self) -> list[str]:
-        return []
+    async def resume_generation(self) -> None:
+        await self.call_utility_async("resume_scheduler")
 
 
 @pytest.mark.parametrize(("install_turns", "late"), [(2, 640), (60, 0)], ids=["a short install", "a long one"])
@@ -389,15 +380,15 @@ def test_versions_are_exact_where_the_owner_counts_tokens_too_late(install_turns
             front.step()
         await front.outputs.join()
         front.step()  # the last one of the old weights
-        owner = Owner(front)
-        await Follower(owner, lambda *_, **__: 0, worker="r/0", timeout_s=60.0).install(2)
+        owned = OwnedEngine(front, front.rpc, recompute=False)
+        await Follower(owned, lambda *_, **__: 0, worker="r/0", timeout_s=60.0).install(2)
         front.step()
         front.step()
         await front.outputs.join()
-        assert sum(owner.told[name] < 4 for name in NAMES) == late  # the control
-        spans = [await spans_in(front, name, front.counted[name]) for name in NAMES]
+        assert sum(front.told[name] < 4 for name in NAMES) == late  # the control
+        spans = [await owned.spans(name, front.counted[name]) for name in NAMES]
         assert spans == [((1, 4), (2, 2))] * len(NAMES)
-        assert await spans_in(front, NAMES[0], 6) == ()  # once
+        assert await owned.spans(NAMES[0], 6) == ()  # once
         worker.cancel()
 
     asyncio.run(story())

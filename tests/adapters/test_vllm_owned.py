@@ -16,9 +16,8 @@ pytest.importorskip("ray", reason="an actor's questions to vLLM go through its l
 from vllm_engines import checkpoint, make_model
 
 from tensorhub_plugins.core import Client, Server
-from tensorhub_plugins.vllm.engine.core_follower import spans_in
 from tensorhub_plugins.vllm.engine.follower import Follower
-from tensorhub_plugins.vllm.engine.pause import forget, pause
+from tensorhub_plugins.vllm.engine.owned import OwnedEngine
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.ray.health import Lifeline
 
@@ -29,29 +28,11 @@ STAGGERED = 3  # of so many requests each begins when the one before has had so 
 
 
 class Owner:
-    """An actor that owns an engine: what `Follower` asks of it."""
+    """An actor that owns an engine."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.lifeline = engine, Lifeline(engine, "r/0")
+        self.engine, self.owned = engine, OwnedEngine(engine, Lifeline(engine, "r/0").rpc)
         self.came: dict[int, list[int]] = {}
-
-    async def rpc(self, method: str, *args: Any) -> list[Any]:
-        return await self.lifeline.rpc(method, *args)
-
-    async def pause(self) -> None:
-        await pause(self.engine, mode="keep", clear_cache=True)
-
-    async def forget(self) -> None:
-        await forget(self.engine)
-
-    async def resume(self) -> None:
-        await self.engine.resume_generation()
-
-    def running(self) -> list[str]:
-        return list(self.engine.output_processor.request_states)
-
-    def departed(self) -> list[str]:
-        return []
 
     async def ask(self, number: int, prompt: list[int], tokens: int) -> tuple[list[int], Any]:
         from vllm import SamplingParams
@@ -60,7 +41,7 @@ class Owner:
         greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens, detokenize=False)
         async for answer in self.engine.generate({"prompt_token_ids": prompt}, greedy, name):
             self.came[number] = list(answer.outputs[0].token_ids)
-        return self.came[number], await spans_in(self.engine.engine_core, name, len(self.came[number]))
+        return self.came[number], await self.owned.spans(name, len(self.came[number]))
 
 
 def test_every_token_has_the_version_that_it_came_from(
@@ -92,9 +73,9 @@ async def _story(model: Path, hub: str) -> None:
     )
     try:
         owner = Owner(engine)
-        await owner.rpc("tensorhub_connect", {"hub": hub, "run": "r", "model": "actor", "replica": "r"}, None)
+        await owner.owned.rpc("tensorhub_connect", {"hub": hub, "run": "r", "model": "actor", "replica": "r"}, None)
         assert (await owner.ask(1000, [7, 8], 2))[1] == ((0, 2),)  # of what it was started with
-        follower = Follower(owner, lambda *_, **__: 0, worker="r/0", timeout_s=60.0)
+        follower = Follower(owner.owned, lambda *_, **__: 0, worker="r/0", timeout_s=60.0)
         await follower.update(1)
         asked = {number: [5 + number, 9, 3 + number] for number in range(REQUESTS)}
         answers = []

@@ -15,7 +15,7 @@ from tensorhub_plugins.openrlhf import engine, health, routing
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
 from tensorhub_plugins.openrlhf.versions import FIRST, Versioned
-from tensorhub_plugins.vllm.engine.departures import Departures
+from tensorhub_plugins.vllm.engine.owned import OwnedEngine
 from tensorhub_plugins.vllm.engine.spans import Spans
 from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline
@@ -275,8 +275,8 @@ def make_engine(executor: Any, *, is_partial: bool, llm: Any = None) -> Any:
     one.options = Options(hub="tcp://h:1", run="r", timeout_s=5)
     one.executor = Versioned(executor)
     one.is_leaving = False
-    one._departures = Departures(one.llm.output_processor, one.running)
+    one.owned = OwnedEngine(one.llm, one.lifeline.rpc)
     one.staleness = Staleness(lambda: 0.0, None, worker=one.worker)
     gate = None if is_partial else Gate()
-    one.follower = Follower(one, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=gate)
+    one.follower = Follower(one.owned, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=gate)
     return one

@@ -77,7 +77,7 @@ class Core:
         def collective_rpc(method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
             answers = original(method, timeout, args, kwargs)
             if method == INSTALL and all(answer["installed"] for answer in answers):
-                self.relabel(args[0])
+                self.relabel(args[0] if args else kwargs["version"])
             return answers
 
         return collective_rpc

@@ -36,7 +36,7 @@ from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.core import Core, label, status
 from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S, RETRY_DELAY_MAX_S, RETRY_DELAY_S, Follower
 from tensorhub_plugins.vllm.engine.ranks import FirstRank, OtherRank, store_of
-from tensorhub_plugins.vllm.engine.spans import Place, Span, Start, spans_of
+from tensorhub_plugins.vllm.engine.spans import Place, Start
 from tensorhub_plugins.vllm.names import NAME
 from tensorhub_plugins.vllm.worker.methods import may_change_weights
 
@@ -77,7 +77,7 @@ def attach(core: Any, vllm_config: Any, *, owned: bool = False) -> None:
 
 
 def note_versions(core: Any, caches: Caches) -> None:
-    """Have an engine whose owner updates it tell which version each token came from (`spans_in`)."""
+    """Have an engine whose owner updates it tell which version each token came from (owned.py)."""
     if not hasattr(core, "input_queue"):
         return  # it runs in the process of its caller, whom nobody asks
     whole = Core(core, caches)
@@ -201,13 +201,6 @@ async def starts_in(client: Any, request: str, *, forget: bool = False) -> list[
     if len({tuple(place) for place, _ in found}) < len(found) or not all(starts for _, starts in found):
         return []
     return found
-
-
-async def spans_in(client: Any, request: str, tokens: int) -> tuple[Span, ...]:
-    """Runs in an actor that owns an engine. The versions of this request's only answer, of which `tokens` have come;
-    (): they are not known. Ask once, of every request that has a name of ours (spans.py)."""
-    found = await starts_in(client, request, forget=True)
-    return spans_of(found[0][1], tokens) if len(found) == 1 else ()
 
 
 # --- following ---
