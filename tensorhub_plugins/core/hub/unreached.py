@@ -7,14 +7,17 @@ from tensorhub_plugins.core.hub.state import History, Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol import reach
 
+SOURCES_MAX = 64  # of one reader: its client reports no more
+
 
 def hear(reader: Worker, sources: tuple[bytes, ...], outbox: Outbox, now: float) -> None:
     """Record which sources a reader cannot connect to. Warn once of each that is alive, as it was heard since, in the
     log and on its own host."""
-    reader.unreached = {session: reader.unreached.get(session, now) for session in sources}
+    known = [session for session in sources if session in reader.history.workers][:SOURCES_MAX]
+    reader.unreached = {session: reader.unreached.get(session, now) for session in known}
     for session, since in reader.unreached.items():
-        source = reader.history.workers.get(session)
-        if source is None or source.is_said_unreached or source.last_heard <= since:
+        source = reader.history.workers[session]
+        if source.is_said_unreached or source.last_heard <= since:
             continue
         source.is_said_unreached = True
         said = said_of(source, [f"{reader.name} on {reader.hello.location.host or 'another host'}"])

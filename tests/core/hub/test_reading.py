@@ -8,6 +8,7 @@ from hub_scenarios import LIMITS, RUNTIME, Scenario, source_of
 from tensorhub_plugins.core.hub.hub import FAILURES_PER_QUEUE_MAX, Received
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.report import report
+from tensorhub_plugins.core.hub.unreached import SOURCES_MAX
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
@@ -581,6 +582,10 @@ def test_a_source_that_cannot_be_connected_to_is_told_once_if_it_lives() -> None
     (model,) = report(story.hub.registry, story.now)["models"]
     (shown,) = filter(None, (worker["unreached"] for worker in model["workers"]))
     assert shown.startswith("rollout-0/0, rollout-1/0 cannot connect to trainer/0 at trainer/0:")
+    for number in range(SOURCES_MAX):
+        story.join(f"many-{number}/0")
+    story.beat("rollout-0/0", unreached=tuple(story.sessions.values()))
+    assert len(story.hub.workers[story.sessions["rollout-0/0"]].unreached) == SOURCES_MAX, "and no more"
     for reader in ("rollout-0/0", "rollout-1/0"):
         story.beat(reader)
     (model,) = report(story.hub.registry, story.now)["models"]
