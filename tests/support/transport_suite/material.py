@@ -95,6 +95,12 @@ def _over(
     return view.set_(storage, 0, shape, stride)
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error and of what it came from, and with them what their frames keep alive."""
+    while error is not None:
+        error.__traceback__, error = None, error.__cause__ or error.__context__
+
+
 def raw(tensor: torch.Tensor) -> bytes:
     """A dense tensor's bytes in memory order, read without any code that is tested here."""
     if tensor.device.type != "cpu":
