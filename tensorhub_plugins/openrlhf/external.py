@@ -24,8 +24,7 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned, came_from
 from tensorhub_plugins.vllm.ray import external
-from tensorhub_plugins.vllm.ray.external import Answer, Expected, External, ServerLost
-from tensorhub_plugins.vllm.ray.members import Heartbeat
+from tensorhub_plugins.vllm.ray.external import Answer, Expected, ServerLost
 
 logger = get_logger(__name__)
 
@@ -55,8 +54,8 @@ def text_of(answer: Answer, params: Any, tokenizer: Any) -> str:
     return whole[: min(found)] if found else str(tokenizer.decode(tokens[:-1], **decode))
 
 
-class ExternalEngine:
-    """An asyncio actor. options: with hub and run. partial: requests may span versions."""
+class ExternalEngine(external.ServerActor):
+    """See there. options: with hub and run. partial: requests may span versions."""
 
     def __init__(
         self,
@@ -69,18 +68,11 @@ class ExternalEngine:
         agent_func_path: str | None = None,
         remote_rm_url: Any = None,
     ) -> None:
-        self.worker, self.options, self.partial = f"{name}/0", options, partial
-        self._name, self._url, self._expected = name, url, expected
-        self._external: External | None = None
+        super().__init__(name, url, options, expected, timeout_s=options.engine_timeout_s)
+        self.options, self.partial = options, partial
         load = vllm_engine._load_agent_executor
         make = vllm_engine.SingleTurnAgentExecutor
         self.executor = Versioned(load(agent_func_path) if agent_func_path else make(remote_rm_url))
-
-    async def join(self) -> None:
-        """UsageError says in one sentence why this server cannot be used."""
-        self._external = await external.join(
-            self._name, self._url, self.options, self._expected, timeout_s=self.options.engine_timeout_s
-        )
 
     # --- what OpenRLHF asks for ---------------------------------------------------------------------------------------
 
@@ -101,7 +93,7 @@ class ExternalEngine:
         journals: what an engine that had to leave has got of these samples; they are made anew here.
         """
         if images:
-            raise UsageError(f"{self._url} cannot be given images: add engines instead of a server")
+            raise UsageError(f"{self.url} cannot be given images: add engines instead of a server")
         await self._need(min_version)
         _tokenizer.set(hf_tokenizer)
         given = {"prompt": prompt, "label": label, "sampling_params": sampling_params, "max_length": max_length}
@@ -113,13 +105,13 @@ class ExternalEngine:
             responses: list[dict[str, Any]] = await asyncio.gather(*samples)
             if self.partial or is_of_one_version(responses):
                 return responses
-        raise ServerLost(f"{self._url} changes its version while it answers one prompt, {1 + AGAIN_MAX} times in a row")
+        raise ServerLost(f"{self.url} changes its version while it answers one prompt, {1 + AGAIN_MAX} times in a row")
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """What an agent calls; gives what vLLM's RequestOutput has for it."""
         started, params = time.monotonic(), as_json(sampling_params)
         try:
-            answer = await self._serving().generate([int(token) for token in prompt_token_ids], params)
+            answer = await self.serving.generate([int(token) for token in prompt_token_ids], params)
         except ServerLost:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
             raise
@@ -134,7 +126,7 @@ class ExternalEngine:
             tokens=len(answer.token_ids),
         )
         if answer.finish_reason == "abort":  # OpenRLHF would take half an answer for a whole one
-            raise ServerLost(f"{self._url} was told to give its requests back", peer=self._url)
+            raise ServerLost(f"{self.url} was told to give its requests back", peer=self.url)
         output = SimpleNamespace(
             index=0,
             text=text_of(answer, sampling_params, _tokenizer.get()),
@@ -149,39 +141,25 @@ class ExternalEngine:
 
     # --- what our generator asks for ----------------------------------------------------------------------------------
 
-    async def tensorhub_heartbeat(self) -> Heartbeat:
-        return {"version": 0, "ready": False} if self._external is None else self._external.heartbeat()
-
     async def tensorhub_hold(self, version: int) -> int:
-        raise ServerLost(f"{self._url} goes to new versions by itself, so it takes no part in evaluations")
+        raise ServerLost(f"{self.url} goes to new versions by itself, so it takes no part in evaluations")
 
     async def tensorhub_release(self) -> None:
         """It was not held."""
 
     async def tensorhub_abort(self) -> int:
         """End what is under way: these prompts are asked elsewhere."""
-        return 0 if self._external is None else self._external.abort()
-
-    async def close(self) -> None:
-        if self._external is not None:
-            await self._external.close()
-            self._external = None
-
-    def _serving(self) -> External:
-        server = self._external
-        if server is None or server.why_not:
-            raise ServerLost(server.why_not if server else f"{self._url} has not joined", peer=self._url)
-        return server
+        return self.abort()
 
     async def _need(self, version: int) -> None:
         deadline = Deadline.after(self.options.timeout_s)
-        while self._serving().version < version:
-            refused, why = self._serving().refusal
+        while self.serving.version < version:
+            refused, why = self.serving.refusal
             if refused >= version:
                 raise VersionRefused(why, version=refused)
             if deadline.expired:
                 raise ServerLost(
-                    f"{self._url} has version {self._serving().version} and was asked to answer from a later one",
+                    f"{self.url} has version {self.serving.version} and was asked to answer from a later one",
                     version=version,
                     timeout_s=self.options.timeout_s,
                 )

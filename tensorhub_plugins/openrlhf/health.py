@@ -1,13 +1,13 @@
 """Which engines answer, by the table of vllm/ray/members.py. One that hangs is ended, and Ray starts it again.
 
-Engines come and go with the fleet's roster (fleet.py), which another thread takes in: all access holds the lock.
+Engines come and go with the fleet's roster, which another thread takes in: all access holds the lock.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -17,7 +17,8 @@ from tensorhub_plugins.core import Deadline, DeadlineExceeded, TensorHubError, V
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.vllm.ray import figures
-from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
+from tensorhub_plugins.vllm.ray.fleet_events import Reported
+from tensorhub_plugins.vllm.ray.fleet_types import Entry
 from tensorhub_plugins.vllm.ray.members import Failure, Member, Members
 
 logger = get_logger(__name__)
@@ -41,7 +42,7 @@ class Engines:
         self.has_fleet = False
         self.in_flight: Mapping[str, int] = {}  # prompts at each; the generator says so
         self.waiting = 0  # prompts at none
-        self.forgotten: set[str] = set()  # gone for good; what they have goes on elsewhere
+        self.forgotten: set[str] = set()  # silent, or gone for good: what they have goes on elsewhere
         self.lock = threading.RLock()
         self._probes: dict[str, Any] = {}  # heartbeats that were sent and not answered yet
         self._errors: dict[str, Exception] = {}  # of last heartbeats
@@ -80,7 +81,9 @@ class Engines:
         """Those that have answered last; waits as `live` does if there is none."""
         if time.monotonic() - self._checked_at >= CHECK_INTERVAL_S:
             self.check(wait_s=0.0)  # what is not answered by now is looked at next time
-        return (self.table.able(version) if self.has_begun else []) or self.live(version)
+        with self.lock:
+            able = self.table.able(version) if self.has_begun else []
+        return able or self.live(version)
 
     def check(self, *, wait_s: float = HEARTBEAT_TIMEOUT_S) -> None:
         """One round of heartbeats, with that long for the answers."""
@@ -105,7 +108,8 @@ class Engines:
                 member = self.table.all[name]
                 ray.kill(member.handle, no_restart=False)
                 self._fail(name, RuntimeError(f"no answer for {now - member.silent_since:.0f} s"), "restarting")
-            for name in self.table.silent(now):
+            for name in self.table.silent(now):  # not ended here: an external one, or one that drains
+                self.forgotten.add(name)
                 self._note_loss(self.table.all[name], f"no answer for {self.table.timeout_s:.0f} s")
 
     def _receive(self, member: Member) -> None:
@@ -159,16 +163,16 @@ class Engines:
 
     # --- the fleet ----------------------------------------------------------------------------------------------------
 
-    def seen(self) -> list[Seen]:
-        """What the fleet is told."""
+    def seen(self) -> Reported:
+        """Return what the fleet is told."""
         with self.lock:
-            return self.table.seen(lambda name: self.in_flight.get(name, 0))[0]
+            return self.table.seen(lambda name: self.in_flight.get(name, 0), self.waiting)
 
-    def take(self, roster: Sequence[Entry]) -> None:
+    def apply(self, told: Collection[str], roster: Sequence[Entry]) -> None:
         """Use these from now on, and no others."""
         with self.lock:
             self.has_fleet = True
-            joined, left = self.table.apply(self.table.all, roster, time.monotonic())
+            joined, left = self.table.apply(told, roster, time.monotonic())
             for member in joined:
                 logger.info("%s joins", member.name)
             for member in left:

@@ -22,13 +22,13 @@ from openrlhf.trainer.ppo_utils import samples_generator
 from tensorhub_plugins.core import NotPublished, TensorHubError, VersionGone, VersionRefused, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
-from tensorhub_plugins.openrlhf.fleet import Reporter
 from tensorhub_plugins.openrlhf.health import LOST, Engines
 from tensorhub_plugins.openrlhf.journal import GivenBack
 from tensorhub_plugins.openrlhf.versions import bounded, with_logs
 from tensorhub_plugins.openrlhf.work import Place, Prompt, Work
 from tensorhub_plugins.vllm.ray.config import connect
 from tensorhub_plugins.vllm.ray.members import Member
+from tensorhub_plugins.vllm.ray.reporting import Reporter
 
 logger = get_logger(__name__)
 
@@ -57,7 +57,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self._nothing = ray.put(0)
         self._tokenizer = ray.put(self.tokenizer)  # megabytes, which OpenRLHF sends along with every prompt
         self._client = connect(options, replica="generator")
-        self.reporter = Reporter(self.engines)
+        # Beside this process, which is silent for minutes in sync training while the trainer works.
+        self.reporter = Reporter(self.engines, lambda: self.engines.check(wait_s=0.0))
         self.reporter.start()
 
     # --- one evaluation, one version ----------------------------------------------------------------------------------

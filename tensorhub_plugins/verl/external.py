@@ -20,7 +20,7 @@ from tensorhub_plugins.verl.routing import ReplicaLost
 from tensorhub_plugins.verl.versions import told
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.ray import external
-from tensorhub_plugins.vllm.ray.external import Expected, External, ServerLost
+from tensorhub_plugins.vllm.ray.external import Expected, ServerLost
 
 logger = get_logger(__name__)
 
@@ -88,39 +88,31 @@ def request_of(given: Mapping[str, Any], prompt_tokens: int, rollout: Rollout) -
     return params
 
 
-class ExternalServer:
-    """An asyncio actor. options: with hub and run."""
+class ExternalServer(external.ServerActor):
+    """See there. options: with hub and run."""
 
     def __init__(self, name: str, url: str, options: Options, rollout: Rollout, expected: Expected) -> None:
-        self.worker, self.options, self._rollout = f"{name}/0", options, rollout
-        self._name, self._url, self._expected = name, url, expected
-        self._external: External | None = None
-
-    async def join(self) -> None:
-        """UsageError says in one sentence why this server cannot be used."""
-        self._external = await external.join(
-            self._name, self._url, self.options, self._expected, timeout_s=self.options.replica_timeout_s
-        )
+        super().__init__(name, url, options, expected, timeout_s=options.replica_timeout_s)
+        self.options, self._rollout = options, rollout
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **others: Any
     ) -> TokenOutput:
-        server = self._external
-        if server is None or server.why_not:
-            raise ReplicaLost(server.why_not if server else f"{self._url} has not joined")
+        if self.why_not:
+            raise ReplicaLost(self.why_not, peer=self.url)
         if any(others.get(f"{kind}_data") for kind in ("image", "video", "audio")):
-            raise UsageError(f"{self._url} cannot be given images: add replicas instead of a server")
+            raise UsageError(f"{self.url} cannot be given images: add replicas instead of a server")
         started = time.monotonic()
         params = request_of(sampling_params, len(prompt_ids), self._rollout)
         try:
-            answer = await server.generate([int(token) for token in prompt_ids], params)
+            answer = await self.serving.generate([int(token) for token in prompt_ids], params)
         except ServerLost as error:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
             logger.warning("%s: %s", self.worker, error.message)
-            raise ReplicaLost(error.message, peer=self._url) from error
+            raise ReplicaLost(error.message, peer=self.url) from error
         if answer.finish_reason == "abort" and self.options.spans != "split":
             # verl's client here would take the part for the whole
-            raise ReplicaLost(f"{self._url} was told to give its requests back", peer=self._url)
+            raise ReplicaLost(f"{self.url} was told to give its requests back", peer=self.url)
         record(
             "request",
             worker=self.worker,
@@ -139,20 +131,9 @@ class ExternalServer:
             },
         )
 
-    async def tensorhub_heartbeat(self) -> dict[str, Any]:
-        own = {"worker": self.worker, "timeout_s": self.options.replica_timeout_s}
-        server = self._external
-        return {**own, "version": 0, "ready": False} if server is None else {**own, **server.heartbeat()}
-
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """Partial answers go back, with tokens and versions, to a client that goes on elsewhere; others begin again."""
-        count = 0 if self._external is None else self._external.abort()
-        return {"aborted_count": count, "request_ids": [], "server_results": []}
-
-    async def close(self) -> None:
-        if self._external is not None:
-            await self._external.close()
-            self._external = None
+        return {"aborted_count": self.abort(), "request_ids": [], "server_results": []}
 
 
 async def start(name: str, url: str, options: Options, rollout: Rollout, expected: Expected) -> Any:

@@ -26,10 +26,11 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import null_worker
 from tensorhub_plugins.verl.config import TRAINER
 from tensorhub_plugins.verl.load import Load
-from tensorhub_plugins.vllm.ray import figures, fleet
+from tensorhub_plugins.vllm.ray import figures
+from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
-from tensorhub_plugins.vllm.ray.handles import opened, sealed
 from tensorhub_plugins.vllm.ray.members import Failure, Heartbeat, Member, Members
+from tensorhub_plugins.vllm.ray.reporting import Reporter
 
 logger = get_logger(__name__)
 
@@ -206,7 +207,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         """The constructor runs before the actor's event loop does."""
         if self._silence is None:
             self._silence = asyncio.create_task(self._find_silent())
-            self._reports = asyncio.create_task(self._report())
+            self._reports = asyncio.create_task(Reporter(self).run())
             for server_id, handle in self._given.items():
                 self._know(self.members.add(server_id, time.monotonic(), handle))
 
@@ -300,24 +301,9 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
 
     # --- the fleet (../vllm/ray/fleet_types.py) -----------------------------------------------------------------------
 
-    async def _report(self) -> None:
-        """Every second: what is known of every replica, for the roster of those to use. Without an answer it goes on
-        with those it has."""
-        said = ""
-        while True:
-            try:
-                seen, unnamed = self.members.seen(self._load.count)
-                # Also when all have left: others may come.
-                actor = fleet.of_this_job() if (seen or not unnamed) and ray.is_initialized() else None
-                if actor is not None:
-                    asked = actor.report.remote(sealed(seen), self._waiting, unnamed)
-                    self.apply({one.name for one in seen}, opened(await asyncio.wait_for(asked, TIMEOUT_S)))
-                said = ""
-            except Exception as error:
-                if said != type(error).__name__:  # once, not every second
-                    said = type(error).__name__
-                    logger.warning("router: no answer of the fleet, going on with the replicas there are: %r", error)
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+    def seen(self) -> Reported:
+        """Return what the fleet is told."""
+        return self.members.seen(self._load.count, self._waiting)
 
     def apply(self, told: Collection[str], roster: Sequence[Entry]) -> None:
         """What has left is asked no more: what it still has is asked elsewhere, and nothing of it is counted."""

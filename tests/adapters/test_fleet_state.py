@@ -228,6 +228,20 @@ def test_what_could_not_be_given_back_stays_in_the_list_and_is_tried_again() -> 
     assert deeds(state.handle(Tick(), 79.9)) == [] and deeds(state.handle(Tick(), 80.0)) != []
 
 
+def test_one_that_is_not_ready_says_why_itself() -> None:
+    state, why = fleet(), "it has not heard of the hub for 40 s"
+    state.handle(Reported((seen("rollout-0", ready=False, why=why), seen("rollout-1", ready=False))), 1.0)
+    assert [(one.state, one.why) for one in state.view(1.0).members] == [
+        ("lost", why),
+        ("lost", "it has no current weights or does not answer"),
+    ]
+    state.handle(
+        Reported((seen("rollout-0", ready=False, why=why, lost="restarting"), seen("rollout-1"))),
+        2.0,
+    )
+    assert [one.why for one in state.view(2.0).members] == ["Ray is starting it again", ""]
+
+
 def test_too_many_leave_the_newest_first_and_those_that_serve_nobody_before_them() -> None:
     state = fleet(Add(3), Started("rollout-2", "x"), Started("rollout-3", "y"))
     here = tuple(seen(f"rollout-{number}") for number in range(4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,9 @@ torch = pytest.importorskip("torch")
 from openrlhf_fakes import EVERY_PROMPT, PROMPTS, FakeEngine, FakeHub, FakeRay, Ref, make, play_ray, prompts_of  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError  # noqa: E402
 
-from tensorhub_plugins.openrlhf import health, routing  # noqa: E402
+from tensorhub_plugins.openrlhf import health  # noqa: E402
 from tensorhub_plugins.openrlhf.journal import GivenBack, Journal  # noqa: E402
+from tensorhub_plugins.vllm.ray import reporting  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen  # noqa: E402
 from tensorhub_plugins.vllm.ray.handles import seal  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
@@ -35,13 +38,13 @@ def test_a_joiner_gets_work_in_the_batch_and_one_that_drains_gets_none(ray: Fake
     engines.live()
     first = Entry("rollout-0", here, "first")
     answer = FakeEngine.do_generate_responses
-    reports: list[list[Seen]] = []
+    reports: list[tuple[Seen, ...]] = []
 
     def roster(*entries: Entry) -> None:
         """One round of the reporter."""
         engines.check(wait_s=0.0)
-        reports.append(engines.seen())
-        engines.take(entries)
+        reports.append(engines.seen().seen)
+        engines.apply(engines.table.all, entries)
         engines.check(wait_s=0.0)
 
     def join(**kwargs: Any) -> Any:
@@ -79,7 +82,7 @@ def test_what_an_engine_has_that_is_no_longer_in_the_fleet_goes_on_elsewhere(ray
             return call(name, *args, **kwargs)
         late.append(Ref())
         if len(late) == 3:
-            generator.engines.take([Entry("rollout-0", here, "first")])
+            generator.engines.apply(generator.engines.table.all, [Entry("rollout-0", here, "first")])
         return late[-1]
 
     leaver._call = never  # type: ignore[method-assign]
@@ -115,7 +118,11 @@ def test_the_fleet_is_told_a_lost_node_from_a_restart(ray: FakeRay) -> None:
     ours.do_tensorhub_heartbeat = lambda: EngineLost("its vLLM is dead")
     for _ in range(DEATHS_MAX):
         engines.check()
-    assert [(one.lost, one.ready) for one in engines.seen()] == [("restarting", False), ("gone", False), ("", False)]
+    assert [(one.lost, one.ready) for one in engines.seen().seen] == [
+        ("restarting", False),
+        ("gone", False),
+        ("", False),
+    ]
 
 
 def test_one_that_leaves_is_not_lost(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +132,11 @@ def test_one_that_leaves_is_not_lost(ray: FakeRay, monkeypatch: pytest.MonkeyPat
     engines.live()
     first, leaver, other = (member.handle for member in engines.members)
     here = [Entry("rollout-0", first, "first"), Entry("rollout-2", other, "first")]
-    engines.take([*here, Entry("rollout-1", leaver, "first", draining=True)])
+    engines.apply(engines.table.all, [*here, Entry("rollout-1", leaver, "first", draining=True)])
     leaver.do_tensorhub_heartbeat = lambda: ActorUnschedulableError("it was ended")
     engines.check()
-    assert engines.seen()[1].lost and engines.figures()["tensorhub/replicas/lost"] == 0.0 and events == []
-    engines.take(here)
+    assert engines.seen().seen[1].lost and engines.figures()["tensorhub/replicas/lost"] == 0.0 and events == []
+    engines.apply(engines.table.all, here)
     assert events == [("replica_left", "rollout-1/0")]
     other.do_tensorhub_heartbeat = lambda: ActorUnschedulableError("its node is gone")
     engines.check()
@@ -143,7 +150,9 @@ def test_one_that_joins_during_an_evaluation_stays_out_of_it(ray: FakeRay, monke
     answer = FakeEngine.do_generate_responses
 
     def join(**kwargs: Any) -> Any:
-        generator.engines.take([Entry("rollout-0", here, "first"), Entry("rollout-1", joiner, "joined")])
+        generator.engines.apply(
+            generator.engines.table.all, [Entry("rollout-0", here, "first"), Entry("rollout-1", joiner, "joined")]
+        )
         generator.engines.check()
         return answer(here, **kwargs)
 
@@ -157,41 +166,71 @@ def test_one_that_joins_during_an_evaluation_stays_out_of_it(ray: FakeRay, monke
 
 def test_without_a_fleet_the_generator_goes_on(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
-    reporter = routing.Reporter(make([engine]).engines)
-    monkeypatch.setattr("tensorhub_plugins.openrlhf.fleet.ray", ray)
-    monkeypatch.setattr("tensorhub_plugins.openrlhf.fleet.of_this_job", lambda: None)
-    reporter.report()
-    fleet = SimpleNamespace(report=SimpleNamespace(remote=lambda seen, waiting: Ref(ActorDiedError())))
-    monkeypatch.setattr("tensorhub_plugins.openrlhf.fleet.of_this_job", lambda: fleet)
+    reporter = make([engine]).reporter
+    engines = reporter.dispatcher
+
+    def report() -> None:
+        asyncio.run(reporter.report())
+
+    monkeypatch.setattr(reporting, "ray", SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setattr(reporting.fleet, "of_this_job", lambda: None)
+    report()
+    fleet = SimpleNamespace(report=SimpleNamespace(remote=lambda seen, waiting, unnamed: answered(ActorDiedError())))
+    monkeypatch.setattr(reporting.fleet, "of_this_job", lambda: fleet)
     with pytest.raises(ActorDiedError):
-        reporter.report()  # its thread says so once, and goes on
-    assert [member.name for member in reporter.engines.members] == ["rollout-0"]
+        report()  # its thread says so once, and goes on
+    assert [member.name for member in engines.members] == ["rollout-0"]
     told: list[Any] = []
-    monkeypatch.setattr(reporter.engines.members[0], "handle", "an actor")
-    reporter.engines.check = lambda wait_s: None  # type: ignore[method-assign]
+    monkeypatch.setattr(engines.members[0], "handle", "an actor")
+    engines.check = lambda wait_s: None  # type: ignore[method-assign]
 
-    def answer(seen: list[Seen], waiting: int) -> Ref:
-        told.append((seen, waiting))
-        return Ref([Entry("rollout-0", seal("an actor"), "first", draining=True)])
+    def answer(seen: list[Seen], waiting: int, unnamed: int) -> Any:
+        told.append((seen, waiting, unnamed))
+        return answered([Entry("rollout-0", seal("an actor"), "first", draining=True)])
 
-    reporter.fleet = SimpleNamespace(report=SimpleNamespace(remote=answer))
-    reporter.report()
-    assert told[0][0][0].name == "rollout-0" and told[0][0][0].handle == seal("an actor")
-    assert reporter.engines.members[0].is_draining
+    fleet.report.remote = answer
+    report()
+    assert told[0][0][0].name == "rollout-0" and told[0][0][0].handle == seal("an actor") and told[0][2] == 0
+    assert engines.members[0].is_draining
+
+
+async def answered(answer: Any) -> Any:
+    """What Ray's reference of an answer is waited for."""
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def test_the_reporters_thread_goes_on_after_an_error_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "REPORT_INTERVAL_S", 0.001)
+    monkeypatch.setattr(reporting, "ray", SimpleNamespace(is_initialized=lambda: True))
+    rounds, enough = [], threading.Event()
+
+    def fail() -> None:
+        rounds.append(1)
+        if len(rounds) == 3:
+            enough.set()
+        raise RuntimeError("no answer")
+
+    reporter = reporting.Reporter(SimpleNamespace(), fail)  # type: ignore[arg-type]
+    reporter.start()
+    assert enough.wait(30)
+    reporter.stop()
+    assert not reporter._thread.is_alive()
 
 
 def test_when_all_engines_are_dead_the_fleet_starts_others(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     dead, other = FakeEngine(), FakeEngine()
     engines = make([dead]).engines
     engines.live()
-    engines.take([Entry("rollout-0", dead, "first")])
+    engines.apply(engines.table.all, [Entry("rollout-0", dead, "first")])
     dead.do_tensorhub_heartbeat = lambda: ActorDiedError()  # type: ignore[method-assign]
     sleep = ray.sleep
 
     def replace(seconds: float) -> None:
         sleep(seconds)
-        if engines.seen()[0].lost == "gone" and ray.now > 5:
-            engines.take([Entry("rollout-1", other, "joined")])
+        if engines.seen().seen[0].lost == "gone" and ray.now > 5:
+            engines.apply(engines.table.all, [Entry("rollout-1", other, "joined")])
 
     monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: ray.now, sleep=replace))
     assert [member.name for member in engines.live()] == ["rollout-1"]

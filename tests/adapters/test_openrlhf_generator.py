@@ -357,13 +357,14 @@ def test_a_stale_engine_gets_no_prompts_and_is_neither_lost_nor_restarting(
     generator.engines.check()
     samples, *_ = generator.generate_samples()
     assert prompts_of(samples) == EVERY_PROMPT and not cut_off.asked and not ray.killed
-    assert [(one.ready, one.lost) for one in generator.engines.seen()] == [(True, ""), (False, "")]
+    seen = [(one.ready, one.lost, one.why) for one in generator.engines.seen().seen]
+    assert seen == [(True, "", ""), (False, "", "it is cut off")]
     assert generator.engines.members[1].epoch == 0 and events.count("replica_lost") == 0
     del cut_off.do_tensorhub_heartbeat
     assert len(generator.engines.live()) == 2
     cut_off.lose()  # the control
     generator.engines.check()
-    assert generator.engines.seen()[1].lost == "restarting" and events.count("replica_lost") == 1
+    assert generator.engines.seen().seen[1].lost == "restarting" and events.count("replica_lost") == 1
 
 
 def test_the_only_engine_hangs_and_is_ended_and_asked_when_it_is_back(
@@ -377,7 +378,7 @@ def test_the_only_engine_hangs_and_is_ended_and_asked_when_it_is_back(
 
     def start_again(handle: FakeEngine, no_restart: bool) -> None:
         kill(handle, no_restart)
-        assert ray.now > 10 and generator.engines.seen()[0].ready
+        assert ray.now > 10 and generator.engines.seen().seen[0].ready
         sleep = ray.sleep
 
         def come_back(seconds: float) -> None:
@@ -389,6 +390,26 @@ def test_the_only_engine_hangs_and_is_ended_and_asked_when_it_is_back(
     monkeypatch.setattr(ray, "kill", start_again)
     samples, *_ = generator.generate_samples()
     assert prompts_of(samples) == EVERY_PROMPT and ray.killed == [engine]
+
+
+def test_what_an_engine_has_that_drains_and_hangs_is_asked_elsewhere(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    well, leaver = FakeEngine(), FakeEngine()
+    generator = make([well, leaver])
+    generator.engines.live()
+    call = FakeEngine._call
+
+    def hang_when_asked(self: FakeEngine, name: str, *args: Any, **kwargs: Any) -> Ref:
+        if self is leaver and name == "generate_responses":
+            self.state, generator.engines.members[1].is_draining = "silent", True
+        return call(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(FakeEngine, "_call", hang_when_asked)
+    samples, *_ = generator.generate_samples()
+    assert prompts_of(samples) == EVERY_PROMPT and ray.now >= 10
+    assert not ray.killed, "the fleet ends it"
+    assert generator.engines.seen().seen[1].in_flight == 0
 
 
 def test_an_engine_that_is_back_has_caught_up_before_it_is_asked(ray: FakeRay) -> None:

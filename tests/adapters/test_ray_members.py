@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 pytest.importorskip("vllm", reason="the package beside it needs vLLM")
 
 from tensorhub_plugins.vllm.ray import figures  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet_events import Reported  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Entry  # noqa: E402
 from tensorhub_plugins.vllm.ray.members import DEATHS_MAX, STILL_MAX_S, Member, Members  # noqa: E402
 
@@ -245,20 +246,37 @@ def test_replicas_are_stuck_when_all_refuse_and_none_has_another_version():
 
 
 def _seen(members):
-    return {one.name: one for one in members.seen(lambda _: 0)[0]}
+    return {one.name: one for one in members.seen(lambda _: 0).seen}
 
 
 def test_one_that_is_stale_gets_nothing_is_not_lost_and_is_not_said_to_be_restarting():
     members = _two()
     _hear(members, "a", 2, version=5, ready=False, worker="a/0", why="it is cut off from the hub")
     assert _names(members.able()) == ["b"] and not members.all["a"].is_lost and members.is_current("a", 0)
-    assert (_seen(members)["a"].ready, _seen(members)["a"].lost) == (False, "")
+    seen = _seen(members)["a"]
+    assert (seen.ready, seen.lost, seen.why) == (False, "", "it is cut off from the hub")
     assert members.failed("a", 3, "restarting") and _seen(members)["a"].lost == "restarting"  # the control
     _hear(members, "a", 4, version=0, ready=False)  # it loads
     assert _seen(members)["a"].lost == "restarting"
     _hear(members, "a", 5, version=5)
     _hear(members, "a", 6, version=5, ready=False)
     assert _seen(members)["a"].lost == ""
+
+
+def test_one_that_was_cut_off_and_is_ready_again_catches_up_before_it_gets_work():
+    members = _two()
+    _hear(members, "a", 2, version=5, ready=False)
+    _hear(members, "b", 3, version=9)
+    assert not _hear(members, "a", 4, version=5)  # the hub is back, and its weights are those of before
+    assert _names(members.able()) == ["b"] and not _seen(members).get("a")
+    assert not _hear(members, "a", 5, version=9)  # it was never lost, so it does not come back
+    assert _names(members.able()) == ["a", "b"] and members.is_current("a", 0)
+    for name in ("a", "b"):
+        _hear(members, name, 6, version=9, ready=False)
+    _hear(members, "a", 7, version=4)  # all at once: as stale as it is, there is no better one
+    assert _names(members.able()) == ["a"]
+    _hear(members, "b", 8, version=4, ready=False)
+    assert members.failed("b", 9, "restarting") and members.all["b"].is_missed  # it had begun
 
 
 def test_silence_of_an_engine_counts_from_its_own_last_answer():
@@ -321,14 +339,15 @@ def test_able_is_asked_for_a_version():
 def test_the_fleet_is_told_of_those_with_a_name_and_ends_only_what_it_was_told_of():
     members = Members(10)
     members.add("10.0.0.1:80", 0, "a")
-    assert members.seen(lambda _: 0) == ([], 1)
+    assert members.seen(lambda _: 0, 7) == Reported((), waiting=7, unnamed=1)
     _hear(members, "10.0.0.1:80", 1, version=5, worker="rollout-0/0", node="n")
     members.add("10.0.0.2:80", 1, "b")
-    (seen,), unnamed = members.seen({"10.0.0.1:80": 3}.__getitem__)
+    told = members.seen({"10.0.0.1:80": 3}.__getitem__)
+    (seen,) = told.seen
     assert (seen.name, seen.handle, seen.node, seen.ready, seen.version, seen.in_flight) == (
         *("rollout-0", "a", "n", True, 5, 3),
     )
-    assert unnamed == 1
+    assert told.unnamed == 1
     _hear(members, "10.0.0.2:80", 2, version=5, worker="rollout-1/0")  # after the report
     joined, left = members.apply(["rollout-0"], [Entry("rollout-2", "c", "joined")], 3)
     assert (_names(joined), _names(left)) == (["rollout-2"], ["10.0.0.1:80"])
@@ -381,6 +400,7 @@ class MembersBesideModel(RuleBasedStateMachine):
 
     def lose(self, one):
         one.is_out, one.bar, one.losses = True, None, one.losses + 1
+        one.joins = one.joins and not one.is_up
 
     @rule(
         name=WHICH,
@@ -395,6 +415,8 @@ class MembersBesideModel(RuleBasedStateMachine):
             assert not back
             return
         one.deaths, one.is_up = 0, one.is_up or ready
+        if one.is_ready and not (one.is_out or one.joins or ready) and engine_silent_s <= TIMEOUT_S:
+            one.joins, one.bar = True, None
         if engine_silent_s > TIMEOUT_S:
             one.silence_s = engine_silent_s
             assert not back
@@ -413,13 +435,13 @@ class MembersBesideModel(RuleBasedStateMachine):
         one, was_new = self.known.get(name), self.real.failed(name, self.now, how)
         if one is None:
             return
-        if how != "unfit":
-            one.ended, one.is_up = True, False
-            one.deaths = one.deaths + 1 if how == "died" else 0
         assert was_new is not one.is_out
         if not one.is_out:
             one.is_ready, one.silence_s = False, 0.0
             self.lose(one)
+        if how != "unfit":
+            one.ended, one.is_up = True, False
+            one.deaths = one.deaths + 1 if how == "died" else 0
 
     @rule(seconds=st.sampled_from([1, 5, 5, 3600]))
     def time_passes(self, seconds):
@@ -449,7 +471,7 @@ class MembersBesideModel(RuleBasedStateMachine):
     def leaves(self, name):
         if self.known.pop(name, None) is not None:
             there = [Entry(other, None, "first", one.is_draining) for other, one in self.known.items()]
-            told = [one.name for one in self.real.seen(lambda _: 0)[0]]
+            told = [one.name for one in self.real.seen(lambda _: 0).seen]
             assert [one.name for one in self.real.apply(told, there, self.now)[1]] == [name]
 
     @invariant()
@@ -462,7 +484,7 @@ class MembersBesideModel(RuleBasedStateMachine):
             if one.is_up and not one.is_draining and not one.is_external and one.silence_s > HANGS_S
         }
         assert set(self.real.hung(self.now)) == hung
-        for seen in self.real.seen(lambda _: 0)[0]:
+        for seen in self.real.seen(lambda _: 0).seen:
             one = self.known[seen.name]
             assert seen.ready is (one.is_ready and not one.is_out and not one.joins)
             assert seen.lost == ("gone" if one.deaths >= DEATHS_MAX else "restarting" if one.ended else "")

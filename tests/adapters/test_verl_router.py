@@ -13,6 +13,7 @@ from verl.workers.rollout.replica import TokenOutput  # noqa: E402
 from tensorhub_plugins.core import VersionRefused  # noqa: E402
 from tensorhub_plugins.verl import routing  # noqa: E402
 from tensorhub_plugins.verl.routing import Handle, ReplicaLost, TensorHubRouter  # noqa: E402
+from tensorhub_plugins.vllm.ray import reporting  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Entry  # noqa: E402
 from tensorhub_plugins.vllm.ray.handles import opened, sealed  # noqa: E402
 
@@ -101,6 +102,7 @@ class Router(Actor):
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr(routing, "HEARTBEAT_INTERVAL_S", 0.02)
+    monkeypatch.setattr(reporting, "REPORT_INTERVAL_S", 0.02)
 
 
 def run(story):
@@ -110,8 +112,8 @@ def run(story):
 
 def seen_by(router):
     """What the fleet is told: by its names; and how many have none yet."""
-    seen, unnamed = router.real.members.seen(router.real._load.count)
-    return {one.name: one for one in seen}, unnamed
+    now = router.real.seen()
+    return {one.name: one for one in now.seen}, now.unnamed
 
 
 async def until(condition):
@@ -362,7 +364,7 @@ def test_all_leave_and_another_one_joins(monkeypatch):
     async def story():
         fleet, a, b = Fleet(), Server("rollout-0", version=4), Server("rollout-1", version=4)
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(routing.fleet, "of_this_job", lambda: fleet)
+        monkeypatch.setattr(reporting.fleet, "of_this_job", lambda: fleet)
         monkeypatch.setattr(TensorHubRouter, "_announce", lambda self: None)
         fleet.roster = [Entry("rollout-0", a, "first")]
         router = Router({"10.0.0.1:80": a})

@@ -7,8 +7,8 @@
 It has the secret of the job's hub by TENSORHUB_SECRET_FILE; the job says, as it starts, in which file that is.
 
 The server gets its weights itself (engine/core_follower.py), so there is nothing to manage here: `External` asks for
-tokens, tells the version of every one of them, and watches whether the server is there. Frameworks put their own words
-around it: verl/external.py, openrlhf/external.py.
+tokens, tells the version of every one of them, and watches whether the server is there. `ServerActor` is what is a
+member; frameworks add their own words for requests and answers: verl/external.py, openrlhf/external.py.
 
 Which version a token came from the server's engine core says, where requests and weights change one after the other
 (engine/spans.py). It is exact with both kinds of "follow". An answer whose versions cannot be told is not used.
@@ -162,7 +162,47 @@ def refusal(url: str, expected: Expected, status: Status) -> str | None:
     return None
 
 
-async def start(actor_class: type, *arguments: Any, **options: Any) -> Any:
+class ServerActor:
+    """Stand for a server in a framework, which adds how it asks: an asyncio actor. options: with hub and run; expected:
+    of the server, without these; timeout_s: of silence, until its requests are given back."""
+
+    def __init__(self, name: str, url: str, options: TrainingOptions, expected: Expected, *, timeout_s: float) -> None:
+        self.worker, self.url = f"{name}/0", url
+        self._name, self._options, self._expected, self._timeout_s = name, options, expected, timeout_s
+        self._external: External | None = None
+
+    async def join(self) -> None:
+        """UsageError says in one sentence why this server cannot be used."""
+        self._external = await join(self._name, self.url, self._options, self._expected, timeout_s=self._timeout_s)
+
+    @property
+    def why_not(self) -> str:
+        """Why it gets no requests; "": it does."""
+        return f"{self.url} has not joined" if self._external is None else self._external.why_not
+
+    @property
+    def serving(self) -> External:
+        """The server; ServerLost while it gets no requests."""
+        if self._external is None or self._external.why_not:
+            raise ServerLost(self.why_not, peer=self.url)
+        return self._external
+
+    async def tensorhub_heartbeat(self) -> Heartbeat:
+        """Return what a dispatcher asks."""
+        own = Heartbeat(version=0, ready=False, why=self.why_not, worker=self.worker, timeout_s=self._timeout_s)
+        return own if self._external is None else {**own, **self._external.heartbeat()}
+
+    def abort(self) -> int:
+        """End what is under way, and return how much that was."""
+        return 0 if self._external is None else self._external.abort()
+
+    async def close(self) -> None:
+        if self._external is not None:
+            await self._external.close()
+            self._external = None
+
+
+async def start(actor_class: type[ServerActor], *arguments: Any, **options: Any) -> Any:
     """An actor of this class, once its `join` has returned; UsageError if the server cannot join. Whoever keeps the
     handle keeps the actor."""
     actor: Any = ray.remote(actor_class).options(max_concurrency=CALLS_MAX, **ON_HEAD)

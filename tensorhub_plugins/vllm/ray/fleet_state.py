@@ -278,7 +278,8 @@ class FleetState:
             self.failures = 0 if state == "starting" else self.failures
             self._move(member, "ready", "" if member.leaves_within_s is None else member.why, now)
         elif state != "starting":
-            why = "Ray is starting it again" if seen.lost else "it has no current weights or does not answer"
+            unready = seen.why or "it has no current weights or does not answer"
+            why = "Ray is starting it again" if seen.lost else unready
             self._lose(member, why, now)
         elif seen.lost:
             member.why = "Ray is starting it again"

@@ -43,6 +43,7 @@ class Seen:
     in_flight: int = 0  # requests that it has been given and has not answered
     draining: bool = False  # the dispatcher knows that, and gives it no new requests
     lost: Lost = ""
+    why: str = ""  # it is not ready, as it says itself
 
 
 @dataclass(frozen=True)

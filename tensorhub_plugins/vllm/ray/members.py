@@ -14,7 +14,8 @@ verl's router and OpenRLHF's generator ask every replica for a `Heartbeat` and d
   is far enough. One that joins a run is treated likewise, and the last one standing is never kept out.
 - One that has served and is silent for `engine_timeout_s` hangs, also if it is alone: it is to be ended, and is started
   again. One that is loading, that drains, or that nobody here could start again, never hangs.
-- One that answers that it is not ready (it is cut off from the hub for too long, say) gets no work and is not lost.
+- One that answers that it is not ready (it is cut off from the hub for too long, say) gets no work and is not lost. It
+  catches up likewise when it is ready again.
 - One that is drained gets no new requests, and finishes those it has.
 - Silence while the dispatcher itself stood still is nobody's.
 """
@@ -28,6 +29,7 @@ from typing import Any, Literal
 
 from typing_extensions import Required, TypedDict
 
+from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Seen
 
 STILL_MAX_S = 5.0  # between two looks: a dispatcher that looks once a second stood still for the rest
@@ -119,7 +121,9 @@ class Member:
             self.version, self.installed_at = version, now
 
     def lose(self) -> None:
+        """Take it out, in a new epoch."""
         self.is_lost, self.catch_up_to, self.epoch = True, None, self.epoch + 1
+        self.is_joining = self.is_joining and not self.has_served
 
 
 class Members:
@@ -134,7 +138,9 @@ class Members:
 
     def add(self, name: str, now: float, handle: Any = None, *, worker: str = "") -> Member:
         """A replica that is there from the start. It is not ready before it says so."""
-        return self.all.setdefault(name, Member(name, handle, worker=worker, silent_since=now))
+        member = self.all.setdefault(name, Member(name, worker=worker, silent_since=now))
+        member.handle = handle
+        return member
 
     def remove(self, name: str) -> None:
         """A replica that is taken away: not lost, simply not ours to route to any more."""
@@ -160,6 +166,8 @@ class Members:
         if member.is_joining and ready and member.catch_up_to is None:
             member.catch_up_to = self.newest()  # it has started by now, which took a while
         member.has(heartbeat["version"], now)
+        if member.answers and not ready:  # it may not hear of versions for hours: when it is ready it catches up
+            member.is_joining, member.catch_up_to = True, None
         member.silent_since, member.ready, member.refusal = now, ready, heartbeat.get("refusal", (0, ""))
         member.is_restarting = member.is_restarting and not ready
         is_out = member.is_lost or member.is_joining
@@ -174,14 +182,14 @@ class Members:
         member = self.all.get(name)
         if member is None:
             return False
+        is_new = not member.is_lost
+        if is_new:
+            member.ready, member.silent_since = False, now
+            member.lose()
         if how != "unfit":
             member.deaths = member.deaths + 1 if how == "died" else 0
             member.is_restarting, member.has_served, member.refusal = True, False, (0, "")
-        if member.is_lost:
-            return False
-        member.ready, member.silent_since = False, now
-        member.lose()
-        return True
+        return is_new
 
     # --- silence ------------------------------------------------------------------------------------------------------
 
@@ -250,13 +258,12 @@ class Members:
 
     # --- the fleet ----------------------------------------------------------------------------------------------------
 
-    def seen(self, in_flight: Callable[[str], int]) -> tuple[list[Seen], int]:
-        """What the fleet is told; and how many have not said their names yet. in_flight: requests that one has.
+    def seen(self, in_flight: Callable[[str], int], waiting: int = 0) -> Reported:
+        """Return what the fleet is told. in_flight: requests that one has; waiting: those that none has.
 
         Those that their framework moves in and out are left out."""
         named = [one for one in self.all.values() if one.worker and one.heartbeat.get("follows", True)]
-        unnamed = sum(not one.worker for one in self.all.values())
-        return [
+        seen = [
             Seen(
                 name=one.worker.partition("/")[0],
                 handle=one.handle,
@@ -266,9 +273,11 @@ class Members:
                 in_flight=in_flight(one.name),
                 draining=one.is_draining,
                 lost="gone" if one.is_gone else "restarting" if one.is_restarting else "",
+                why=one.heartbeat.get("why", ""),
             )
             for one in named
-        ], unnamed
+        ]
+        return Reported(tuple(seen), waiting, unnamed=sum(not one.worker for one in self.all.values()))
 
     def apply(self, told: Collection[str], roster: Iterable[Entry], now: float) -> tuple[list[Member], list[Member]]:
         """Use those in the roster and no others. Returns those that join, and those that have left.
