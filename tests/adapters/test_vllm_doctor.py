@@ -17,7 +17,7 @@ from vllm_engines import checkpoint, make_model
 from tensorhub_plugins.core.errors import TensorHubError
 from tensorhub_plugins.vllm.doctor import check_sync
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]  # the first engine waits for all of vLLM to be imported
 
 
 def examine(model: Path, **options: Any) -> list[check_sync.Finding]:
