@@ -82,7 +82,7 @@ def follow(engine, answers, **options):
     asked = []
 
     def target(installed, *, refused, pins, timeout_s):
-        asked.append((installed, refused) if refused else installed)
+        asked.append((installed, tuple(refused)) if refused else installed)
         answer = next(heard, Done())
         if callable(answer):
             answer = answer()
