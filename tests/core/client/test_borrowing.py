@@ -9,6 +9,7 @@ import mmap
 import os
 import signal
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from client_processes import SEGMENT, SEGMENTS, SIZE, Borrower, Process, hold_ba
 from client_stage import FAR, HELD, NEAR, RUNTIME, holders, until, what_is_there
 
 from tensorhub_plugins.core import CHECKPOINT, CorruptBytes, ShardKey, UsageError, spec_of
+from tensorhub_plugins.core.memory import inherited
 from tensorhub_plugins.core.memory.loans import Loans
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS
@@ -191,6 +193,7 @@ def test_a_forked_child_does_not_read_a_later_version_under_borrowed_tensors(sta
     fetched = second.fetch(1, (layout,), borrow=True)
     tensors, kind = fetched.tensors(), fetched.slab.kind
     assert kind == "borrowed" and same_bytes(tensors, tensors_of(1))
+    monkeypatch.setattr(inherited, "_holders", WeakSet())  # as in a process that lends nothing itself
     go_on, goes_on = os.pipe()
     child = os.fork()
     if not child:
