@@ -11,7 +11,7 @@ import torch
 from client_processes import hold_back, let_go, same_bytes, tensors_of, zeros_like
 from client_stage import HELD, SOON_S, Progress, Stage, until
 
-from tensorhub_plugins.core import Client, NotPublished, UsageError, VersionGone
+from tensorhub_plugins.core import Client, NotPublished, UsageError, VersionGone, start_server
 from tensorhub_plugins.core.cli import fetch_status
 
 
@@ -60,29 +60,31 @@ def test_a_read_that_is_not_over_keeps_no_other_version_here(
     stage: Stage, progress: Progress, caplog: pytest.LogCaptureFixture, ends: bool
 ) -> None:
     """The control: one that does not end is left, and named."""
-    trainer, leaver, other = stage.client("trainer"), stage.client("rollout-0"), stage.client("rollout-1")
-    trainer.retain(2)
-    trainer.publish(1, tensors_of(1))
-    leaver.replicate(zeros_like(tensors_of(1)), 1)
-    trainer.unpublish(1)
-    trainer.publish(2, tensors_of(2))
-    hold_back(trainer, 2, HELD)
-    reading = stage.begin(leaver.replicate, zeros_like(tensors_of(2)), 2)
-    progress.wait("rollout-0", HELD)
-    left = stage.begin(leaver.hand_over, SOON_S if ends else 0.3)
-    if ends:
-        taken = zeros_like(tensors_of(1))
-        other.replicate(taken, 1, timeout_s=SOON_S)
-        assert same_bytes(taken, tensors_of(1))
-        until(lambda: {key.version for key in leaver.serving()} == {2})
-        assert not left.done()
-    else:
-        assert left.result(SOON_S) is False
-        assert "leaving with version 2: it is still being read here" in caplog.text
-        assert "leaving with version 1: it is the last copy, and nobody took it" in caplog.text
-    let_go(trainer, 2)
-    reading.result(SOON_S)
-    assert left.result(SOON_S) is ends
+    with start_server() as hub:  # at whose next heartbeat, in a second, the other one is asked for a copy
+        stage.address = hub.address
+        trainer, leaver, other = stage.client("trainer"), stage.client("rollout-0"), stage.client("rollout-1")
+        trainer.retain(2)
+        trainer.publish(1, tensors_of(1))
+        leaver.replicate(zeros_like(tensors_of(1)), 1)
+        trainer.unpublish(1)
+        trainer.publish(2, tensors_of(2))
+        hold_back(trainer, 2, HELD)
+        reading = stage.begin(leaver.replicate, zeros_like(tensors_of(2)), 2)
+        progress.wait("rollout-0", HELD)
+        left = stage.begin(leaver.hand_over, SOON_S if ends else 0.3)
+        if ends:
+            taken = zeros_like(tensors_of(1))
+            other.replicate(taken, 1, timeout_s=SOON_S)
+            assert same_bytes(taken, tensors_of(1))
+            until(lambda: {key.version for key in leaver.serving()} == {2})
+            assert not left.done()
+        else:
+            assert left.result(SOON_S) is False
+            assert "leaving with version 2: it is still being read here" in caplog.text
+            assert "leaving with version 1: it is the last copy, and nobody took it" in caplog.text
+        let_go(trainer, 2)
+        reading.result(SOON_S)
+        assert left.result(SOON_S) is ends
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), None, "5"])

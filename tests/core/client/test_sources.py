@@ -140,18 +140,22 @@ def test_a_source_is_killed_in_the_middle(stage, progress, transport):
 
 
 def test_the_only_source_is_killed_in_the_middle(stage, progress):
-    near, rollout = stage.worker("near"), stage.client("rollout")
-    near.call("publish", 1, 1, hold_from=HELD)
-    began = time.monotonic()
-    reading = stage.begin(rollout.fetch, timeout_s=1.0)
-    progress.wait("rollout", HELD)
-    near.kill()
-    with pytest.raises(DeadlineExceeded, match="10 segments were still missing; lost .* shard 0 from near/0") as caught:
-        reading.result(SOON_S)
-    error = caught.value
-    assert (error.version, error.peer, error.timeout_s) == (1, "near/0", 1.0) and error.phase
-    assert time.monotonic() - began < 1.0 + LATE_S and len(progress.of("rollout")) == HELD
-    assert rollout.serving() == [] and not [x for x in leases(stage) if x["reader"] == "rollout/0"]
+    with start_server() as hub:  # whose heartbeats are so far apart that silence tells nothing before the deadline
+        stage.address = hub.address
+        near, rollout = stage.worker("near"), stage.client("rollout")
+        near.call("publish", 1, 1, hold_from=HELD)
+        began = time.monotonic()
+        reading = stage.begin(rollout.fetch, timeout_s=1.0)
+        progress.wait("rollout", HELD)
+        near.kill()
+        with pytest.raises(
+            DeadlineExceeded, match="10 segments were still missing; lost .* shard 0 from near/0"
+        ) as caught:
+            reading.result(SOON_S)
+        error = caught.value
+        assert (error.version, error.peer, error.timeout_s) == (1, "near/0", 1.0) and error.phase
+        assert time.monotonic() - began < 1.0 + LATE_S and len(progress.of("rollout")) == HELD
+        assert rollout.serving() == [] and not [x for x in leases(stage) if x["reader"] == "rollout/0"]
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
