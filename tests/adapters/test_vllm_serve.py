@@ -21,7 +21,7 @@ pytest.importorskip("requests")
 
 import requests
 from vllm_engines import Engine, checkpoint
-from vllm_servers import make_two_models
+from vllm_servers import as_a_person, make_two_models
 
 from recipes.vllm_serve.__main__ import SERVER_OPTIONS, environment_for, free_port, stop, until
 from tensorhub_plugins.core import Client, start_server
@@ -232,12 +232,6 @@ def test_the_readme_works_as_typed(models: list[Path], expected: list[list[int]]
                 until(lambda: server.request()["token_ids"][:ALIKE] == expected[1][:ALIKE], "it follows", shell)
         finally:
             stop(shell)
-
-
-def as_a_person(environment: dict[str, str]) -> dict[str, str]:
-    """Without what the other engines of the tests are told."""
-    told = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
-    return {name: value for name, value in environment.items() if name not in told}
 
 
 def _answers(server: Server) -> bool:

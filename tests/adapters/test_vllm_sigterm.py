@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("requests")
 
 from vllm_engines import checkpoint
-from vllm_servers import make_two_models, serving, starting
+from vllm_servers import as_a_person, make_two_models, serving, starting
 
 from recipes.vllm_serve.__main__ import environment_for, stop, until
 from tensorhub_plugins.core import Client, Server
@@ -75,7 +75,7 @@ def offline(hub: Server, workers: int, folder: Path, out: Path) -> Iterator[tupl
     program, log = out / "program.py", out / "log"
     program.write_text(LLM)
     with open(log, "wb") as written:
-        told = {"env": environment_for(out), "stdout": written, "stderr": written, "process_group": 0}
+        told = {"env": as_a_person(environment_for(out)), "stdout": written, "stderr": written, "process_group": 0}
         process = subprocess.Popen([sys.executable, program, hub.address, str(workers), str(folder)], **told)
     try:
         yield process, log

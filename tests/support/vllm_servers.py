@@ -22,6 +22,11 @@ REQUEST_TIMEOUT_S = 120.0
 TOLD = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")  # what the other engines of the tests are told
 
 
+def as_a_person(environment: dict[str, str]) -> dict[str, str]:
+    """Return it without what the other engines of the tests are told."""
+    return {name: value for name, value in environment.items() if name not in TOLD}
+
+
 class Server:
     def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.url, self.process, self.log = url, process, log
@@ -84,7 +89,7 @@ def starting(
         told = ["--load-format", "tensorhub", "--model-loader-extra-config", json.dumps(extra)]
         called = ["--port", str(port), "--served-model-name", "actor", *SERVER_OPTIONS, *options]
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *told, *called]
-        environment = {name: value for name, value in environment_for(out).items() if name not in TOLD}
+        environment = as_a_person(environment_for(out))
         started = []
         for number, host in enumerate(hosts or ("",)):
             log = out / (f"log-{number}" if number else "log")
