@@ -29,23 +29,24 @@ def loops(address: str) -> tuple[str, str]:
     return tuple(code.replace("tcp://hub:7070", address) for code in (trainer, rollout))
 
 
-def memory_files() -> int:
-    """How many copies of versions this process has; the rollout's tensors are its own."""
+def memory_files() -> set[int]:
+    """Return the copies of versions that this process has; the rollout's tensors are its own."""
     found = set()  # each once, whoever has it open: the rollout opens those that it reads
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if "memfd:tensorhub" in os.readlink(f"/proc/self/fd/{descriptor}"):
                 found.add(os.fstat(int(descriptor)).st_ino)
-    return len(found)
+    return found
 
 
 def train(code: str, model: torch.nn.Module, versions: int, readers: Sequence[threading.Thread] = ()) -> list[int]:
     """How many copies there were before each step. readers: end before the trainer does."""
     counted: list[int] = []
+    others = memory_files()  # of earlier tests
 
     def steps() -> Iterator[int]:
         for step in range(1, versions + 1):
-            counted.append(memory_files())
+            counted.append(len(memory_files() - others))
             with torch.no_grad():
                 next(model.parameters()).fill_(float(step))
             yield step
@@ -55,7 +56,7 @@ def train(code: str, model: torch.nn.Module, versions: int, readers: Sequence[th
         exec(code, names)
         for reader in readers:
             reader.join()
-        return [*counted, memory_files()]
+        return [*counted, len(memory_files() - others)]
     finally:
         names["trainer"].close()
 
