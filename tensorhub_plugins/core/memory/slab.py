@@ -6,7 +6,7 @@ A slab turns tensors into the stream that `manifest` describes and back. Four ki
 * allocated: one block the tensors are written into, an anonymous memfd, so that it can be passed to a reader on the
   same host and nothing is left behind when this process is killed;
 * view: what one source shard holds, in parts, of the tensors of allocated slabs. See assembly.py.
-* borrowed: an allocated slab of another process of this host, used where it lies and never written. See loans.py.
+* borrowed: an allocated slab of another process of this host, used in place and never written. See loans.py.
 
 On the CPU `readable` and `writable` hand out the memory itself: a socket sends from it and receives into it. Device
 memory is copied through pinned host memory; a range is committed to the device when `writable` is left without an
@@ -162,6 +162,7 @@ class Slab:
 
     def tensors(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
         """Return the tensors by name, sharing the slab's memory. Keep none of them beyond `close` of an allocated slab.
+
         names: only those of them that the slab has; None: all."""
         self._check_open()
         self._has_views = True

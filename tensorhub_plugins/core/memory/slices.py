@@ -12,8 +12,8 @@ all matrices lie together in the stream, then all second ones, and so on: what a
     ...
     model.norm.weight                             what is not cut, behind them
 
-Which matrices are cut by columns is told by their names. A wrong guess costs what no guess would have: workers read all
-of that matrix. What lies where is said in the table, part by part, so the bytes are right in any case.
+The names decide which matrices are cut by columns. A wrong guess costs no more than no guess would: workers read all of
+that matrix. The table gives the location of every part, so the bytes are right in any case.
 
 What is not cut: small tensors, of which there may be tens of thousands, those of which a trainer rank holds little, and
 what every worker runs whole: cut, it would lie here and there among what only one of them needs. Experts are cut like

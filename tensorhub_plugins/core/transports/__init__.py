@@ -1,11 +1,11 @@
-"""How bytes get from a source's slab into a target's: one interface, several transports.
+"""The transfer of bytes from a source's slab into a target's: one interface, several transports.
 
 A source has a *shelf* of *offers*, one for each shard it has published, and serves it on every transport it knows. A
-reader connects, opens one offer by its `ShardKey`, reads segments of it straight into its own slab, checks that
-nothing changed meanwhile, and closes: interface.py.
+reader connects, opens one offer by its `ShardKey`, reads segments of it straight into its own slab, checks that nothing
+changed meanwhile, and closes: interface.py.
 
-Which transport two workers use is decided by trying: the reader goes through those it prefers in order, as far as the
-source has an endpoint for them, until one connects and opens.
+Two workers find their transport by trying: the reader goes through those it prefers in order, as far as the source has
+an endpoint for them, until one connects and opens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "unavailable",
 ]
 
-# Imported when first asked for: importing the package opens nothing and needs nothing.
+# Imported on first use: importing the package opens nothing and needs nothing.
 MODULES: dict[str, tuple[str, str]] = {
     "shm": ("tensorhub_plugins.core.transports.shm.transport", "ShmTransport"),
     "cuda_ipc": ("tensorhub_plugins.core.transports.cuda_ipc.transport", "CudaIpcTransport"),
@@ -57,11 +57,11 @@ def create(
     limits: TransportLimits = DEFAULT_LIMITS,
     gate: Gate | None = None,
 ) -> Transport:
-    """A transport by name. UsageError when there is none of that name, or it does not work here (and why).
+    """Make a transport by name. Raise UsageError for an unknown name, or with the reason why it does not work here.
 
     advertise_host: the address of this host that peers reach, for transports that leave it; None: this host only.
-    ports: of theirs to listen on, the first that is free; None: what the environment says.
-    limits: for transports with peers in other processes. gate: what lets their readers in; None: all are let in.
+    ports: of theirs to listen on, the first that is free; None: what the environment says. limits: for transports with
+    peers in other processes. gate: decides which readers may read; None: all.
     """
     reason = unavailable(name)
     if reason is not None:
@@ -73,12 +73,12 @@ def create(
 
 
 def unavailable(name: str) -> str | None:
-    """Why this transport does not work on this machine, as half a sentence; None: it does. UsageError: no such name."""
+    """Return why this transport does not work on this machine, as half a sentence, or None. UsageError: unknown."""
     return cast("str | None", _kind(name).available())
 
 
 def expected(name: str) -> bool:
-    """Whether this machine has the hardware for it, so that someone should hear that it does not work here."""
+    """Return whether this machine has the hardware for it, so that a failure should be reported."""
     return bool(getattr(_kind(name), "expected", bool)())
 
 
@@ -92,14 +92,14 @@ def _kind(name: str) -> Any:
 def choices(
     preferred: Sequence[str], endpoints: Mapping[str, str], *, far: bool = False, tls_only: bool = False
 ) -> list[tuple[str, str]]:
-    """(transport, endpoint) to try, best first: what the reader prefers as far as the source has it. far: it is in
-    another data centre, and TLS comes first; with tls_only, as nothing else is allowed."""
+    """Return the (transport, endpoint) pairs to try, best first: those that the reader prefers and the source has. far:
+    the source is in another data centre, and TLS comes first; with tls_only nothing else is allowed."""
     both = [name for name in preferred if name in endpoints and (name == "tls" or not (far and tls_only))]
     return [(name, endpoints[name]) for name in sorted(both, key=lambda name: far and name != "tls")]
 
 
 def nothing_in_common(endpoints: Mapping[str, str], *, far: bool, tls_only: bool) -> str:
-    """Why there are no `choices`."""
+    """Explain why there are no `choices`."""
     if far and tls_only and "tls" not in endpoints:
         return f"it is in another data centre and has no TLS, which {MODE_VARIABLE}=required asks for here"
     if far and not endpoints:

@@ -1,8 +1,8 @@
-"""What a reader keeps of other processes' memory, mapped or opened, for the next version: each as long as its owner has
-it.
+"""A cache of other processes' memory, mapped or opened, for the next version; each entry lasts as long as its owner
+keeps it.
 
-So that nothing here holds memory its owner has let go of, or died with, a pipe comes with the memory whose other end
-only the owner has: when that closes, what was kept goes.
+So that nothing here holds memory that its owner has released, or died with, a pipe comes with the memory whose other
+end only the owner has: when that closes, the entry is dropped.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ Value = TypeVar("Value")
 
 
 class Kept(Generic[Key, Value]):
-    """Values by key, at most `count_max`, those that were asked for last. Thread-safe. One that goes is only dropped:
-    whoever uses it has it until then."""
+    """A cache of at most `count_max` values by key, least recently used first out. Thread-safe. An evicted value is
+    only dropped: its users keep it alive."""
 
     def __init__(self, name: str, count_max: int) -> None:
         self._name = name
         self._count_max = count_max
         self._guard = threading.Lock()
-        self._entries: OrderedDict[Key, tuple[int, Value]] = OrderedDict()  # least recently used first; with the pipe
+        self._entries: OrderedDict[Key, tuple[int, Value]] = OrderedDict()  # least recently used first; with its pipe
         self._watcher: threading.Thread | None = None
         self._wake_out, self._wake_in = socket.socketpair()
         close_in_children(self._wake_out, self._wake_in)
         self._closed = False
 
     def values(self) -> list[Value]:
-        """All that is kept."""
+        """Return all values."""
         with self._guard:
             return [value for _, value in self._entries.values()]
 
     def keys(self) -> list[Key]:
-        """Their keys."""
+        """Return all keys."""
         with self._guard:
             return list(self._entries)
 
     def get(self, key: Key, owner_liveness_fd: int, make: Callable[[], Value]) -> Value | None:
-        """What is kept under this key, or is made now; None after `close`. Takes `owner_liveness_fd` over, the end of a
-        pipe whose other end the owner has."""
+        """Return the value under this key, made now if there is none; None after `close`. Takes over
+        `owner_liveness_fd`, the end of a pipe whose other end the owner has."""
         dropped: list[Value] = []
         with self._guard:
             if key in self._entries and is_over(self._entries[key][0]):
-                dropped.append(self._drop(key))  # the key was given to other memory since
+                dropped.append(self._drop(key))  # the key has been reused for other memory since
             if key in self._entries or self._closed:
                 os.close(owner_liveness_fd)
             else:
@@ -72,13 +72,13 @@ class Kept(Generic[Key, Value]):
         return found
 
     def close(self) -> None:
-        """Idempotent."""
+        """Drop all entries and stop the watcher. Idempotent."""
         with self._guard:
             self._closed = True
             dropped = [self._drop(key) for key in list(self._entries)]
             watcher, self._watcher = self._watcher, None
             with contextlib.suppress(OSError):  # closed before
-                self._wake_in.shutdown(socket.SHUT_WR)  # also where a child that was forked in this moment has it, too
+                self._wake_in.shutdown(socket.SHUT_WR)  # also if a child forked at this moment has it, too
             self._wake_in.close()
         if watcher is not None:
             watcher.join()
@@ -86,17 +86,17 @@ class Kept(Generic[Key, Value]):
         dropped.clear()
 
     def _drop(self, key: Key) -> Value:
-        """With the guard. To let go of a value may take long: the caller does so, without the guard."""
+        """Remove an entry. The caller holds the guard, and frees the value without it, as that may take long."""
         owner_liveness_fd, value = self._entries.pop(key)
         os.close(owner_liveness_fd)
         return value
 
     def _watch(self) -> None:
-        """With the guard: see to it that the watcher looks at what is kept now."""
+        """Have the watcher watch the current entries. The caller holds the guard."""
         if self._watcher is None:
             watcher = threading.Thread(target=self._run, name=self._name, daemon=True)
             watcher.start()
-            self._watcher = watcher  # where there can be no thread any more, the next one tries again
+            self._watcher = watcher  # if no thread can be started, the next call tries again
         self._wake_in.send(b"x")
 
     def _run(self) -> None:
@@ -106,9 +106,9 @@ class Kept(Generic[Key, Value]):
             with self._guard:
                 if self._closed:
                     return
-                # Their numbers alone: a value that has a name here would stay for as long as is waited.
+                # Only the descriptors: a value with a name here would live as long as this waits.
                 for owner_liveness_fd in [fd for fd, _ in self._entries.values()]:
-                    poll.register(owner_liveness_fd, 0)  # nothing is ever written: it is over, or it is not
+                    poll.register(owner_liveness_fd, 0)  # nothing is ever written: only a hang-up is reported
             poll.poll()
             with self._guard:
                 if self._closed:

@@ -1,4 +1,4 @@
-"""One published shard, and who reads it."""
+"""One published shard, and its readers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.memory.claims import Claim
     from tensorhub_plugins.core.memory.slab import Slab
 
-CUT_S_MAX = 10.0  # a cut reader's thread only has to leave one system call; beyond this something is broken
+CUT_S_MAX = 10.0  # a thread that was cut off only has to leave one system call; beyond this something is broken
 
 
 class Offer:
-    """One published shard, and who reads it. Shared by the publisher and all serving threads.
+    """One published shard, and its readers. Shared by the publisher and all serving threads.
 
-    Segments are served once they are marked ready: all at once by a publisher, one by one by a reader that passes on
-    what it has verified.
+    Segments are served once they are marked ready: all at once by a publisher, one by one by a reader that serves what
+    it has verified.
     """
 
     def __init__(
@@ -36,50 +36,50 @@ class Offer:
         created_after: int = 0,
         lends: bool = False,
     ) -> None:
-        """created_after: a `request_id` of the session with the hub from before the hub was told of this offer. lends:
-        readers of this host may use its memory where it lies, and have it after the offer is withdrawn."""
+        """Make an offer. created_after: a `request_id` of the session with the hub from before the hub learned of this
+        offer. lends: readers of this host may use its memory in place, even after the offer is withdrawn."""
         self.key = key
         self.created_after = created_after
         self.manifest = manifest
         self.slab = slab
         self.lends = lends
-        self.epoch = epoch  # told to readers, who compare it after reading
+        self.epoch = epoch  # sent to readers, which compare it after reading
         self._ready = bytearray(manifest.segment_count)
         self._changed = threading.Condition()
         self._withdrawn = False
         self._readers: dict[int, Callable[[], None]] = {}
         self._next_reader = 0
-        self._before: tuple[Slab, set[int]] | None = None  # where the bytes lay, and who may still read them there
+        self._before: tuple[Slab, set[int]] | None = None  # the former slab, and the readers that may still use it
         self._claim = self._claimed(slab)
 
     @property
     def version(self) -> int:
-        """The version that is offered."""
+        """Return the version that is offered."""
         return self.key.version
 
     # --- readiness ---
 
     def mark_ready(self, segment: int) -> None:
-        """This segment's bytes are in the slab, and verified."""
+        """Mark this segment as ready: its bytes are in the slab, and verified."""
         with self._changed:
             self._ready[segment] = 1
             self._changed.notify_all()
 
     def mark_all_ready(self) -> None:
-        """Every segment's bytes are in the slab, and verified."""
+        """Mark every segment as ready: all bytes are in the slab, and verified."""
         with self._changed:
             self._ready = bytearray(b"\x01") * len(self._ready)
             self._changed.notify_all()
 
     def wait_ready(self, segment: int, deadline: float) -> None:
-        """Return when the segment may be read. SourceLost when the offer is withdrawn, or at the deadline."""
+        """Return when the segment may be read. Raise SourceLost when the offer is withdrawn, or at the deadline."""
         if not self.poll_ready(segment, deadline):
             raise SourceLost(
                 f"segment {segment} did not arrive at its source in time", version=self.version, phase="wait"
             )
 
     def poll_ready(self, segment: int, deadline: float) -> bool:
-        """`wait_ready` that answers False at the deadline."""
+        """Do as `wait_ready`, but return False at the deadline."""
         with self._changed:
             while not self._ready[segment]:
                 if self._withdrawn:
@@ -95,8 +95,8 @@ class Offer:
     # --- readers ---
 
     def move(self, slab: Slab) -> None:
-        """The same bytes lie in this slab from now on. The one before is kept for those that read from it, who may have
-        been told its addresses."""
+        """Serve the same bytes from this slab from now on. The old one is kept for its current readers, which may have
+        received its addresses."""
         before, self._claim = self._claim, self._claimed(slab)
         before.end()
         with self._changed:
@@ -104,7 +104,7 @@ class Offer:
             self.slab = slab
 
     def attach(self, cut: Callable[[], None]) -> int:
-        """A reader begins. `cut` must make its thread stop at once and not block. VersionGone when withdrawn."""
+        """Register a reader. `cut` must make its thread stop at once and not block. VersionGone when withdrawn."""
         with self._changed:
             if self._withdrawn:
                 raise VersionGone("the source has withdrawn its offer", version=self.version, phase="open")
@@ -114,7 +114,7 @@ class Offer:
             return reader
 
     def detach(self, reader: int) -> None:
-        """A reader has ended, whatever the reason. Idempotent."""
+        """Unregister a reader, however it has ended. Idempotent."""
         with self._changed:
             self._readers.pop(reader, None)
             if self._before is not None and self._before[1].isdisjoint(self._readers):
@@ -123,12 +123,12 @@ class Offer:
 
     @property
     def active_readers(self) -> int:
-        """Connections that have opened this offer and neither checked nor closed since; a link may have several."""
+        """Return the number of connections that have this offer open; a link may have several."""
         with self._changed:
             return len(self._readers)
 
     def wait_no_readers(self, deadline: float) -> bool:
-        """Wait until nobody reads; False at the deadline."""
+        """Wait until there is no reader; return False at the deadline."""
         with self._changed:
             while self._readers:
                 left = deadline - time.monotonic()
@@ -139,15 +139,15 @@ class Offer:
 
     @property
     def withdrawn(self) -> bool:
-        """Whether nobody may read it any more."""
+        """Return whether it may not be read any more."""
         with self._changed:
             return self._withdrawn
 
     def withdraw(self, *, timeout_s: float = CUT_S_MAX) -> None:
-        """Raise the epoch, refuse new readers, cut off those there are, and return when they have left. Idempotent.
+        """Raise the epoch, refuse new readers, cut off the present ones, and return when they have left. Idempotent.
 
         To let readers finish first, end their leases and call `wait_no_readers` before. RuntimeError if a serving
-        thread does not let go of the memory in timeout_s, which would be a bug: then the bytes must not be touched.
+        thread does not release the memory in timeout_s, which would be a bug: the bytes must not be touched then.
         """
         with self._changed:
             if not self._withdrawn:
@@ -162,10 +162,10 @@ class Offer:
         self._claim.end()
 
     def _claimed(self, slab: Slab) -> Claim:
-        """Nobody may read into it until the offer is withdrawn."""
-        from tensorhub_plugins.core.memory.claims import Claim  # with torch, which not everybody needs who knows offers
+        """Claim the slab: it must not be read into until the offer is withdrawn."""
+        from tensorhub_plugins.core.memory.claims import Claim  # imports torch, which not every user of offers needs
 
         claim = Claim(slab, f"{self.key} has", is_written=False, version=self.version)
-        offer = weakref.ref(self)  # no circle: the claim of an offer that was dropped ends with it
+        offer = weakref.ref(self)  # no reference cycle: the claim of a dropped offer ends with it
         claim.leaves = lambda: (mine := offer()) is None or mine._withdrawn
         return claim.begin()

@@ -1,6 +1,6 @@
-"""The segments of one read on their way, for all transports: announced > started > finished, in a window.
+"""The states of a read's segments, for all transports: announced > started > finished, in a window.
 
-    due        asked for; the source has not said yet that they may be read
+    due        asked for; the source has not announced yet that they may be read
     ready      the source has announced them; they are not started
     in flight  started: their bytes travel, or are digested; `window` at most
     finished   in place: yielded
@@ -17,50 +17,50 @@ from typing import Protocol
 
 
 class SegmentStream(Protocol):
-    """How one transport moves the segments of one read. window: how many may be in flight. batch: how many announced
-    ones are collected, as far as that takes no waiting, before they are started together."""
+    """The way in which one transport moves the segments of one read. window: the maximum in flight. batch: how many
+    announced ones are collected, as far as that takes no waiting, before they are started together."""
 
     window: int
     batch: int
 
     @property
     def in_flight(self) -> int:
-        """How many were started and not handed out by `finished`."""
+        """Return how many were started and not yet returned by `finished`."""
         ...
 
     def request(self, segments: Sequence[int]) -> None:
-        """Ask the source for these, without waiting for what was asked for before."""
+        """Ask the source for these, without waiting for earlier requests."""
         ...
 
     def has_input(self) -> bool:
-        """Whether `announced` would return at once."""
+        """Return whether `announced` would return at once."""
         ...
 
     def announced(self, due: deque[int]) -> list[int]:
-        """Take one message of the source, and off `due` the segments that it announces, perhaps none."""
+        """Take one message of the source; remove from `due`, and return, the segments that it announces."""
         ...
 
     def start(self, ready: deque[int]) -> bool:
-        """Start the first of these, taken off `ready`. False: not before something in flight has finished."""
+        """Start the first of these, removed from `ready`. Return False if something in flight must finish first."""
         ...
 
     def finished(self, *, wait: bool) -> list[int]:
-        """Segments whose bytes are in place. wait: for one of them, or for input; else what has finished by now."""
+        """Return segments whose bytes are in place. wait: wait for one of them, or for input."""
         ...
 
     def close(self) -> None:
-        """The read has ended, whatever is in flight: returns when nothing writes into the target any more."""
+        """End the read, whatever is in flight; return when nothing writes into the target any more."""
         ...
 
 
 def pump(stream: SegmentStream, segments: Sequence[int], additional: Callable[[int], Sequence[int]]) -> Iterator[int]:
-    """Yield each of `segments` once its bytes are in place, and what `additional` asks for.
+    """Yield each of `segments`, and of those that `additional` asks for, once its bytes are in place.
 
-    additional: called with the number of those due, whenever there may be more; ends the read by saying that there is
-    none when nothing is on its way."""
+    additional: called with the number of those due, whenever there may be more; ends the read by returning none when
+    nothing is in flight."""
     due = deque(segments)
     ready: deque[int] = deque()
-    blocked = False  # what is ready has to wait for what is in flight
+    blocked = False  # the ready ones have to wait for something in flight
     try:
         if due:
             stream.request(segments)
@@ -89,7 +89,7 @@ def pump(stream: SegmentStream, segments: Sequence[int], additional: Callable[[i
 
 
 class OrderedWork:
-    """What other threads do for a stream, each time for some segments; handed out in the order it was begun."""
+    """Work of other threads for a stream, each item for some segments; returned in the order in which it was begun."""
 
     def __init__(self) -> None:
         self._futures: deque[Future[list[int]]] = deque()
@@ -98,17 +98,17 @@ class OrderedWork:
         return len(self._futures)
 
     def add(self, future: Future[list[int]]) -> None:
-        """Work that was begun; its segments are taken in this order."""
+        """Add work that was begun; its segments are taken in this order."""
         self._futures.append(future)
 
     def take(self, *, wait: bool) -> list[int]:
-        """The segments of the oldest work, once it has ended; raises what it raised."""
+        """Return the segments of the oldest work, once it has ended; raise what it raised."""
         if not self._futures or not (wait or self._futures[0].done()):
             return []
         return self._futures.popleft().result()
 
     def close(self) -> None:
-        """Drop what has not begun, and wait for the rest."""
+        """Cancel work that has not begun, and wait for the rest."""
         for future in self._futures:
             future.cancel()
         wait(self._futures)

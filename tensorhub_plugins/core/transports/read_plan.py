@@ -1,8 +1,8 @@
-"""Where the bytes of a source's segments go in a target slab, shared by all transports.
+"""The layout of a source's segments in a target slab, shared by all transports.
 
 Source tensors that follow each other in the target as they do in the source form one *stretch*, and so do neighbours
 that are not wanted. Reading a whole shard into an equal one is a single stretch; a shard whose tensors interleave with
-other shards' is about as many as it has tensors.
+other shards' has about as many as it has tensors.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ UNWANTED = -1
 
 
 def check_segments(manifest: Manifest, segments: Iterable[int]) -> None:
-    """Raise UsageError naming the one that the shard does not have."""
+    """Raise UsageError naming a segment that the shard does not have."""
     for segment in segments:
         if not 0 <= segment < manifest.segment_count:
             raise UsageError(f"there is no segment {segment} in a shard of {manifest.segment_count}")
 
 
 class ReadPlan:
-    """One read: a source's manifest laid over a target slab, and the digests of what has arrived."""
+    """The plan of one read: a source's manifest laid over a target slab, and the digests of what has arrived."""
 
     def __init__(self, manifest: Manifest, target: Slab, moves: Sequence[Move], *, digests: bool = True) -> None:
-        """moves: what of the source is wanted, and where, in the source's order. UsageError when bytes would land
-        outside the target. digests: compute them; else none is known."""
+        """Plan the read. moves: what of the source is wanted, and where, in the source's order. Raise UsageError when
+        bytes would land outside the target. digests: compute them; else none is known."""
         self.computes = digests
         self._manifest = manifest
         self._target = target
@@ -69,8 +69,8 @@ class ReadPlan:
 
     @contextmanager
     def receiving(self, segment: int, host: torch.Tensor | None = None) -> Iterator[list[memoryview]]:
-        """Memory for exactly this segment's bytes, in order. Left without an exception, the bytes are digested (so that
-        the caller can verify them) and, for a device, committed. Unwanted bytes go to memory that is dropped.
+        """Provide memory for exactly this segment's bytes, in order. When the block ends without an exception, they are
+        digested (so that the caller can verify them) and committed to a device. Unwanted bytes are dropped.
 
         host: as of `Slab.writable_ranges`."""
         pieces = list(self._pieces(*self._manifest.segment_range(segment)))
@@ -83,19 +83,19 @@ class ReadPlan:
                 self._digests[segment] = digest_of(views, self._manifest.digest_algorithm)
 
     def look_at(self, segment: int) -> None:
-        """Digest a segment that is in place already, in a target that is like the source."""
+        """Digest a segment that is in place already, in a target with the source's layout."""
         if self.computes:
             views = self._target.readable(*self._manifest.segment_range(segment))
             self._digests[segment] = digest_of(views, self._manifest.digest_algorithm)
 
     @property
     def target(self) -> Slab:
-        """Where the bytes go."""
+        """Return the slab that the bytes go to."""
         return self._target
 
     def flats(self, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
-        """What of a range of the source's stream is wanted: how far into the range, and where it goes, as uint8 of the
-        target's device."""
+        """Return the wanted parts of a range of the source's stream: the offset in the range, and the target, as uint8
+        on the target's device."""
         wanted, at = [], 0
         for offset, size_bytes in self._pieces(start, stop):
             if offset != UNWANTED:
@@ -107,12 +107,12 @@ class ReadPlan:
         return wanted
 
     def digested(self, segment: int, digest: bytes) -> None:
-        """What arrived of a segment by other means than `receiving` has this digest."""
+        """Set the digest of what arrived of a segment by other means than `receiving`."""
         self._digests[segment] = digest
 
     def addresses(self, start: int, stop: int) -> Extents | None:
-        """Where a range of the source's stream goes in this process's memory, as `Slab.addresses`; None for a device,
-        or where part of it is not wanted."""
+        """Return the target addresses of a range of the source's stream, as `Slab.addresses`; None for a device, or
+        where part of it is not wanted."""
         extents = []
         for offset, size_bytes in self._pieces(start, stop):
             of_piece = None if offset == UNWANTED else self._target.addresses(offset, offset + size_bytes)
@@ -122,13 +122,13 @@ class ReadPlan:
         return np.concatenate(extents) if len(extents) != 1 else extents[0]
 
     def digest(self, segment: int) -> bytes:
-        """What `receiving` computed. UsageError when that segment has not been received."""
+        """Return what `receiving` computed. Raise UsageError when that segment has not been received."""
         if segment not in self._digests:
             raise UsageError(f"segment {segment} was not read by the last read()")
         return self._digests[segment]
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """(offset in the target or UNWANTED, size) of the parts of a source range."""
+        """Yield (offset in the target or UNWANTED, size) of the parts of a source range."""
         index = bisect_right(self._starts, start) - 1
         while start < stop:
             end = min(stop, self._starts[index + 1]) if index + 1 < len(self._starts) else stop
@@ -139,7 +139,7 @@ class ReadPlan:
 
 
 def _with_spill(pieces: Sequence[tuple[int, int]], views: Sequence[memoryview]) -> list[memoryview]:
-    """The views of the wanted pieces with memory for the unwanted ones between them."""
+    """Return the views of the wanted pieces with memory for the unwanted ones between them."""
     merged: list[memoryview] = []
     pending = iter(views)
     for offset, count in pieces:
@@ -154,7 +154,7 @@ def _with_spill(pieces: Sequence[tuple[int, int]], views: Sequence[memoryview]) 
 
 
 def runs_of(segments: Sequence[int]) -> list[tuple[int, int]]:
-    """[3, 4, 5, 9] as [(3, 6), (9, 10)]: short on the wire for what is usually one run. Order is kept."""
+    """Return [3, 4, 5, 9] as [(3, 6), (9, 10)]: short on the wire for what is usually one run. Order is kept."""
     runs: list[tuple[int, int]] = []
     for segment in segments:
         if runs and runs[-1][1] == segment:

@@ -1,4 +1,4 @@
-"""Over TCP: works everywhere. Sent straight from the source's slab, received straight into the target's.
+"""TCP, which works everywhere: sent straight from the source's slab, received straight into the target's.
 
 One stream moves what one core can copy (4 to 5 GB/s on loopback); several (`streams`) share the segments of a read
 between them, for links that are faster than that or lose packets.
@@ -34,18 +34,19 @@ from tensorhub_plugins.core.transports.stream.tcp_socket import LOOPBACK, connec
 
 STREAMS_MAX = 16
 FAR_STREAMS = 4  # across data centres: a lost packet halves the window of one of them only
-OFFLOAD_SIZE_BYTES = 1 << 20  # to hand less to another thread takes longer than to digest it
-OFFLOAD_CORES = 4  # with fewer, a source on this host needs the core: offloading takes longer than within the stream
-OFFLOAD_SEGMENTS = 2  # that wait for the other thread
+OFFLOAD_SIZE_BYTES = 1 << 20  # handing less to another thread takes longer than digesting it
+OFFLOAD_CORES = 4  # with fewer, a source on this host needs the core: offloading is slower than digesting in the stream
+OFFLOAD_SEGMENTS = 2  # waiting for the other thread
 
 
 class TcpTransport(SocketTransport):
-    """advertise_host: the address of this host that peers connect to, and the only one listened on if it is local (if
-    it is not, behind address translation, all are). None: loopback, for readers on this host. ports: as for `listen`.
+    """A transport over TCP. advertise_host: the address of this host that peers connect to, and the only one listened
+    on if it is local (otherwise, behind address translation, all are). None: loopback, for readers on this host. ports:
+    as for `listen`.
 
-    streams: connections a reader opens to one source. offload_size_bytes: segments of at least so much are digested,
-    and copied to a device, in another thread while the next one arrives; None picks by the number of cores. limits:
-    when a peer counts as lost, and how many are served.
+    streams: connections that a reader opens to one source. offload_size_bytes: segments of at least this size are
+    digested, and copied to a device, in another thread while the next one arrives; None picks by the number of cores.
+    limits: when a peer counts as lost, and how many are served.
     """
 
     name = "tcp"
@@ -97,7 +98,7 @@ class TcpTransport(SocketTransport):
 
 
 class TcpLink(SocketLink):
-    """Segments follow each other on each stream without a request between them."""
+    """A link whose segments follow each other on each stream without a request between them."""
 
     def __init__(self, channels: Sequence[Channel], offload_size_bytes: int) -> None:
         super().__init__(channels)
@@ -112,9 +113,9 @@ class TcpLink(SocketLink):
 
 
 class _TcpStream:
-    """The segments of one connection: received by the thread that reads, finished by it or by one of its own.
+    """The segments of one connection: received by the thread that reads, finished by it or by another one.
 
-    To finish is to digest, and on a device to copy there."""
+    Finishing means digesting, and on a device copying there."""
 
     window = OFFLOAD_SEGMENTS
     batch = 1
@@ -174,7 +175,7 @@ def _finish(receiving: ExitStack, segment: int) -> list[int]:
 
 
 class TcpSource(SourceBackend):
-    """Serves any memory through the socket."""
+    """A backend that serves any memory through the socket."""
 
     name = "tcp"
 

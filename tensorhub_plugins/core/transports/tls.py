@@ -1,8 +1,8 @@
-"""Over TCP in TLS 1.3, for links between sites: what tcp.py does, with channels that encrypt.
+"""The transport over TLS 1.3, for links between sites: tcp.py with channels that encrypt.
 
 Python's `ssl` copies every byte through records of 16 KiB: 0.43 GB/s where tcp has 1.51 (two busy cores, loopback, one
-stream, 512 MiB with digests, medians of six reads by turns). So it is for links that are slower than that, over which
-several streams go; within a data centre readers take another transport if the source has one.
+stream, 512 MiB with digests, medians of six alternating reads). So it is for links that are slower than that, which
+carry several streams; within a data centre readers take another transport if the source has one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tensorhub_plugins.core.transports.tcp import TcpSource, TcpTransport
 
 
 class TlsTransport(TcpTransport):
-    """files: None: those that the environment names. Other options: as of `TcpTransport`. UsageError without files."""
+    """A transport over TLS. files: None: as in the environment; UsageError without. Other options: as for tcp."""
 
     name = "tls"
 
@@ -43,7 +43,7 @@ class TlsTransport(TcpTransport):
 
 
 class TlsSource(TcpSource):
-    """Serves whoever has a certificate of the run's CA."""
+    """A backend that serves every reader with a certificate of the run's CA."""
 
     name = "tls"
 
@@ -55,7 +55,7 @@ class TlsSource(TcpSource):
 
 
 class TlsChannel(Channel):
-    """Waits with the socket's own time limit, which Python's ssl heeds. The handshake is a part of the first call."""
+    """A channel that waits with the socket's own timeout, which Python's ssl respects. The first call shakes hands."""
 
     sock: ssl.SSLSocket
 
@@ -89,7 +89,7 @@ class TlsChannel(Channel):
                     raise Silent("sent nothing") from None
                 except (OSError, ValueError) as error:
                     raise self._lost(error) from error
-                if not count:  # also in the middle of a record: a stream that was cut short is a loss
+                if not count:  # also in the middle of a record: a truncated stream is a loss
                     raise Disconnected("closed the connection")
                 left = left[count:]
 
@@ -97,7 +97,7 @@ class TlsChannel(Channel):
         return self.sock.pending() > 0 or super().has_input()
 
     def cut(self) -> None:
-        # `SSLSocket.shutdown` forgets its keys first: what another thread sends at that moment would go unencrypted.
+        # `SSLSocket.shutdown` drops its keys first: what another thread sends at that moment would go unencrypted.
         with self._guard, contextlib.suppress(OSError):
             socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 

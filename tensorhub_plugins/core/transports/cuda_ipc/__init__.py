@@ -1,1 +1,1 @@
-"""Within one host: device memory, opened by its readers and copied once."""
+"""The transport within one host for device memory: its readers open it and copy once."""

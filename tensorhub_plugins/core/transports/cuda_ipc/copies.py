@@ -1,4 +1,4 @@
-"""Copies from device memory to device memory, many at once."""
+"""Copies of device memory to device memory, many at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # source, target: uint8 o
 
 
 def copy_pairs(device: Device, stream: Stream, pairs: Iterable[Pair]) -> None:
-    """Copy each source to its target; they are there when this returns. Small ones that follow each other go
+    """Copy each source to its target, and return when all have arrived. Small ones that follow each other are copied
     together."""
     with device.calling() as driver:
         try:
@@ -27,7 +27,7 @@ def copy_pairs(device: Device, stream: Stream, pairs: Iterable[Pair]) -> None:
                 else:
                     for source, target in some:
                         driver.copy(source, target, stream)
-        finally:  # after an error too: who lets go of the memory must not find it being written
+        finally:  # after an error too: memory that is released must not be written any more
             driver.wait(driver.record(stream))
 
 
@@ -53,5 +53,5 @@ def _are_neighbours(flats: Sequence[torch.Tensor]) -> bool:
 
 
 def _joined(flats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All of what are neighbours in one storage."""
+    """Return one tensor over all of these neighbours in one storage."""
     return torch.as_strided(flats[0], (sum(flat.numel() for flat in flats),), (1,))

@@ -1,12 +1,12 @@
-"""CUDA's handles of device memory: how another process of this host gets at it.
+"""CUDA's handles of device memory, by which another process of this host opens it.
 
-`Ipc` is all that cuda_ipc asks of CUDA beside the copies of device.py. `CudaIpc` is CUDA's own, by ctypes on libcuda;
-testing/simulated_ipc.py simulates one, on which everything else is proved. What CUDA asks of us:
+`Ipc` is all that cuda_ipc needs of CUDA besides the copies of device.py. `CudaIpc` calls libcuda by ctypes;
+tests/support/simulated_ipc.py simulates one, with which everything else is tested. CUDA requires:
 
-* A handle is of a whole allocation, not of a tensor in it; only of what cudaMalloc has made. Memory of torch's
+* A handle is for a whole allocation, not for a tensor in it, and only for one of cudaMalloc. Memory of torch's
   expandable segments, of vLLM's sleep mode (both cuMemCreate) and of stream-ordered pools has none.
 * The process that made a handle cannot open it.
-* Memory must not be freed while others have it open: they close it when its owner lets go of it, see kept.py.
+* Memory must not be freed while others have it open: they close it when its owner releases it, see kept.py.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ class NotShareable(Exception):
 
 
 class Allocation(msgspec.Struct, frozen=True, array_like=True):
-    """Device memory that was allocated at once."""
+    """One allocation of device memory."""
 
-    base: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # its address in the process that has it
+    base: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # its address in the owner's process
     size_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 48)]
     handle: Annotated[bytes, msgspec.Meta(min_length=HANDLE_SIZE_BYTES, max_length=HANDLE_SIZE_BYTES)]
 
 
 class Ipc(Protocol):
-    """Of one process. Each call is made within `device.calling()`; NotShareable where CUDA refuses."""
+    """The CUDA IPC calls of one process. Each is made within `device.calling()`; NotShareable where CUDA refuses."""
 
     @property
     def process(self) -> str:
-        """Names it among all processes of this host, dead ones included."""
+        """Return a name that is unique among all processes of this host, dead ones included."""
 
     def device_id(self, device: Device) -> str:
-        """The same in all processes."""
+        """Return an id that is the same in all processes."""
 
     def export(self, device: Device, address: int) -> Allocation:
-        """The allocation that this address of ours lies in."""
+        """Return the allocation that contains this address of ours."""
 
     def own(self, device: Device, allocation: Allocation) -> torch.Tensor:
-        """uint8 over an allocation of this very process."""
+        """Return uint8 over an allocation of this process itself."""
 
     def open(self, device: Device, allocation: Allocation) -> torch.Tensor:
-        """uint8 over another process's allocation. NotShareable when it is not as large as it says."""
+        """Return uint8 over another process's allocation. NotShareable when it is smaller than announced."""
 
     def close(self, device: Device, opened: torch.Tensor) -> None:
-        """Give back what `open` returned; nothing copies from it any more."""
+        """Close what `open` returned, once nothing copies from it any more."""
 
 
 class CudaIpc:
-    """CUDA's own."""
+    """The implementation with CUDA's driver."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         self._name = library
@@ -77,7 +77,7 @@ class CudaIpc:
 
     @staticmethod
     def unavailable(library: str = LIBRARY) -> str | None:
-        """Why there is none here, as half a sentence."""
+        """Return why CUDA is missing here, as half a sentence, or None."""
         try:
             ctypes.CDLL(library)
         except OSError:
@@ -149,13 +149,13 @@ class CudaIpc:
 
     @contextlib.contextmanager
     def _context(self, device: Device) -> Iterator[None]:
-        """The device's primary context, which is torch's. A thread that has called the runtime only may have none."""
+        """Enter the device's primary context, which is torch's. A thread that only called the runtime may lack one."""
         index = _index_of(device)
         with self._lock:
             if index not in self._contexts:
                 context = ctypes.c_void_p()
                 self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._ordinal(device))
-                self._contexts[index] = context  # for as long as this process lives, as torch does
+                self._contexts[index] = context  # kept until the process ends, as torch does
         self._call("cuCtxPushCurrent_v2", self._contexts[index])
         try:
             yield
@@ -176,7 +176,7 @@ class CudaIpc:
 
 def _index_of(device: Device) -> int:
     found = torch.device(device.name)
-    if found.type != "cuda":  # to CUDA its index would be another device's
+    if found.type != "cuda":  # to CUDA its index would mean another device
         raise NotShareable(f"{device.name} is no CUDA device")
     return found.index
 
@@ -186,7 +186,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Memory:
-    """What torch makes a tensor over without a copy."""
+    """An array interface from which torch makes a tensor without a copy."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -199,7 +199,7 @@ class _Memory:
 
 def _tensor_over(device: Device, address: int, size_bytes: int) -> torch.Tensor:
     tensor = torch.as_tensor(_Memory(address, size_bytes), device=torch.device(device.name))
-    if tensor.data_ptr() != address:  # torch takes it for another device's, and has copied it
+    if tensor.data_ptr() != address:  # torch has taken it for another device's, and copied it
         raise NotShareable("torch makes no tensor over memory of another device: a newer torch does")
     return tensor
 
@@ -208,7 +208,7 @@ _named: tuple[int, str] = (0, "")
 
 
 def process_name() -> str:
-    """Of this process, and not of one that was forked from it."""
+    """Return a name for this process, and for no process forked from it."""
     global _named
     if _named[0] != os.getpid():
         _named = os.getpid(), f"{os.getpid()}-{uuid.uuid4().hex}"

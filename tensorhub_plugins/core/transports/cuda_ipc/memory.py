@@ -1,4 +1,4 @@
-"""A stream in device memory, at both ends: how the source describes it, and what a reader has opened of it."""
+"""A stream in device memory, at both ends: the source's description of it, and what a reader has opened."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _log = logging.getLogger(__name__)
 
 
 class Exported:
-    """The description of one slab's memory, and a pipe that hangs up when nobody needs it any more."""
+    """The description of one slab's memory, and a pipe that hangs up when it is not needed any more."""
 
     def __init__(self, memory: SourceMemory) -> None:
         self.memory = memory
         self.owner_liveness_fd, alive = os.pipe()
-        self._alive = Descriptor(alive)  # in a forked child it would stand for this process when that is gone
+        self._alive = Descriptor(alive)  # a forked child would keep it open after this process has died
         weakref.finalize(self, self._alive.close).atexit = False
         weakref.finalize(self, os.close, self.owner_liveness_fd).atexit = False
 
 
 class Exports:
-    """By where slabs lie: the tensors of one version lie where those of the one before lay. Thread-safe."""
+    """The descriptions by location: one version's tensors lie where those of the one before lay. Thread-safe."""
 
     def __init__(self, ipc: Ipc) -> None:
         self._ipc = ipc
@@ -47,7 +47,7 @@ class Exports:
         self._known: weakref.WeakKeyDictionary[Runs, Exported] = weakref.WeakKeyDictionary()
 
     def of(self, slab: Slab) -> Exported:
-        """NotShareable with the reason."""
+        """Return the description of this slab. Raise NotShareable with the reason."""
         device, runs = slab.device, slab.runs
         if device is None and slab.size_bytes:
             raise NotShareable("its tensors lie in host memory, which shm serves")
@@ -88,14 +88,14 @@ class Exports:
 
 
 class OpenMemory:
-    """A source's stream, in memory that is open here until this object has gone."""
+    """A source's stream in memory that is open here for as long as this object lives."""
 
     def __init__(self, ipc: Ipc, device: Device, memory: SourceMemory) -> None:
-        """NotShareable when it cannot be opened; ProtocolError when what the source says does not fit together."""
+        """Open the memory. NotShareable when that fails; ProtocolError if the source's description is inconsistent."""
         self._extents = _extents_of(memory)
         self._starts = [0, *np.cumsum(self._extents[:, 2], dtype=np.uint64).tolist()][:-1]
         self._blocks: list[torch.Tensor] = []
-        is_own = memory.process == ipc.process  # CUDA lets nobody open its own
+        is_own = memory.process == ipc.process  # CUDA lets no process open its own
         try:
             with device.calling():
                 for allocation in memory.allocations:
@@ -108,7 +108,7 @@ class OpenMemory:
             weakref.finalize(self, _close, ipc, device, self._blocks).atexit = False
 
     def flats(self, start: int, stop: int) -> list[torch.Tensor]:
-        """The memory of a range of the stream, in order, as uint8 tensors."""
+        """Return the memory of a range of the stream, in order, as uint8 tensors."""
         if start == stop:
             return []
         first = bisect_right(self._starts, start) - 1
@@ -124,7 +124,7 @@ class OpenMemory:
 
 
 def check_memory(memory: SourceMemory, size_bytes: int) -> None:
-    """ProtocolError unless it is a stream of this size."""
+    """Raise ProtocolError unless it is a stream of this size."""
     if int(_extents_of(memory)[:, 2].sum(dtype=np.uint64)) != size_bytes:
         raise ProtocolError(f"the source's memory is not {size_bytes} bytes, as its manifest says")
 

@@ -1,4 +1,4 @@
-"""What the source says of its memory, after StreamOpened; the end of a pipe follows that only the source keeps open."""
+"""The source's description of its memory, sent after StreamOpened and followed by its liveness pipe's end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tensorhub_plugins.core.transports.cuda_ipc.driver import Allocation
 from tensorhub_plugins.core.transports.stream.messages import Text
 
 ALLOCATIONS_MAX = 1 << 16  # torch makes one of 20 MB for small tensors, and one for each large one
-EXTENT_WORDS = 3  # which allocation, offset there, size; 8 bytes each
+EXTENT_WORDS = 3  # number of the allocation, offset in it, size; 8 bytes each
 
 
 class SourceMemory(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Where the source's stream lies."""
+    """The location of the source's stream."""
 
     process: Text
-    runs: Annotated[bytes, msgspec.Meta(max_length=16)]  # the same while it lies where it lies, and then of no other
+    runs: Annotated[bytes, msgspec.Meta(max_length=16)]  # names this memory while it stays there; never reused
     device_id: Text
     allocations: Annotated[list[Allocation], msgspec.Meta(max_length=ALLOCATIONS_MAX)]
     extents: bytes  # uint64[n, 3], in the stream's order

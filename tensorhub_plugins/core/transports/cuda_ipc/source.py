@@ -1,4 +1,4 @@
-"""The source's end of cuda_ipc: tells readers where its slab lies, and when segments are ready."""
+"""The source's end of cuda_ipc: it sends readers the location of its slab, and announces segments that are ready."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.source import SourceBackend
 from tensorhub_plugins.core.transports.stream.unix_socket import check_owner
 
-READY_MAX = 4096  # segments in one word of the source
+READY_MAX = 4096  # segments in one message of the source
 
 
 class CudaIpcSource(SourceBackend):
-    """Serves slabs on a device."""
+    """A backend that serves slabs on a device."""
 
     name = "cuda_ipc"
 
@@ -36,7 +36,7 @@ class CudaIpcSource(SourceBackend):
     def send_memory(self, channel: Channel, offer: Offer, deadline: float, *, lends: bool = False) -> None:
         try:
             exported = self._exports.of(offer.slab)
-        except NotShareable as error:  # it was moved, or closed, since
+        except NotShareable as error:  # it has been moved or closed since
             raise SourceLost(str(error), version=offer.version) from error
         channel.send_message(exported.memory, deadline)
         channel.send_descriptors([exported.owner_liveness_fd], deadline)
@@ -51,4 +51,4 @@ class CudaIpcSource(SourceBackend):
 
     def on_reader_done(self, channel: Channel, *, ended: bool) -> None:
         if ended:
-            channel.cut()  # before its memory is used again: whoever still copies from it finds out
+            channel.cut()  # before its memory is reused: a reader that still copies from it detects that

@@ -1,15 +1,15 @@
 """Between processes of one host whose tensors lie on GPUs: the reader opens the source's memory and copies from it.
 
-The same host is where the source's UNIX socket can be reached (unix_socket.py). The source says where its slab lies, in
-allocations that have CUDA handles (driver.py), and which segments are ready; it copies nothing. The reader opens each
-allocation once, keeps it open for the next version (kept.py), and copies many segments by one batch on a stream of its
-own: into its live tensors, or down into host memory. Another GPU of the host is read over its peer path.
+"The same host" means that the source's UNIX socket can be reached (unix_socket.py). The source sends the location of
+its slab, in allocations that have CUDA handles (driver.py), and announces ready segments; it copies nothing. The reader
+opens each allocation once, keeps it open for the next version (kept.py), and copies many segments by one batch on a
+stream of its own: into its live tensors, or down into host memory. Another GPU of the host is read over its peer path.
 
-With digests, segments are copied to memory beside first and to their places when the connection is still open: what a
-withdrawn source has overwritten does not even reach a live tensor. The digest is made there, on the device.
+With digests, segments are first copied to a staging buffer, and to their places if the connection is still open: what a
+withdrawn source has overwritten never reaches a live tensor. The digest is computed there, on the device.
 
-Not run on a GPU yet: name it in `transports` to use it. What is not of a device, and memory without a handle, is
-refused with the reason: the next transport serves it.
+Not run on a GPU yet: name it in `transports` to use it. Host memory, and memory without a handle, is refused with the
+reason: the next transport serves it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
 from tensorhub_plugins.core.transports.stream.source import StreamServer
 
 SCHEME = "cuda_ipc://"
-THREADS = 2  # one waits for its copy, or finishes digests, while the other one queues the next
-COPY_SIZE_BYTES = 128 << 20  # at once: a tenth of a millisecond of a GPU's memory, ten times what it takes to queue it
-STAGE_SIZE_BYTES = 32 << 20  # the same, of what is digested: for each thread there is so much memory beside
+THREADS = 2  # one waits for its copy, or finishes digests, while the other queues the next
+COPY_SIZE_BYTES = 128 << 20  # at once: 0.1 ms of a GPU's memory bandwidth, ten times the cost of queueing it
+STAGE_SIZE_BYTES = 32 << 20  # the same where digests are computed: the size of each thread's staging buffer
 OPEN_MAX = 64  # sources whose memory stays open
 
 
 class CudaIpcTransport(SocketTransport):
-    """ipc: None: CUDA's own. limits: as for tcp."""
+    """A transport between GPUs of one host. ipc: None: CUDA's own. limits: as for tcp."""
 
     name = "cuda_ipc"
 
@@ -78,7 +78,7 @@ class CudaIpcTransport(SocketTransport):
         self._lock = threading.Lock()
         self._streams: dict[Device, Stream] = {}
         self._open: Kept[tuple[bytes, str], OpenMemory] = Kept("tensorhub-cuda-ipc-open", OPEN_MAX)
-        self._refused: dict[str, str] = {}  # by device of a source: why its memory cannot be opened here
+        self._refused: dict[str, str] = {}  # by a source's device: why its memory cannot be opened here
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tensorhub-cuda-ipc")
 
     @staticmethod
@@ -104,11 +104,11 @@ class CudaIpcTransport(SocketTransport):
         self._open.close()
 
     def refusal(self, memory: SourceMemory) -> str | None:
-        """Why such memory was not opened before."""
+        """Return why such memory could not be opened before, or None."""
         return None if memory.process == self._ipc.process else self._refused.get(memory.device_id)
 
     def open(self, memory: SourceMemory, device: Device, owner_liveness_fd: int) -> OpenMemory:
-        """This memory, on this device, opened now or before. SourceLost when it cannot be."""
+        """Return this memory, on this device, opened now or before. Raise SourceLost if it cannot be opened."""
         try:
             if memory.process == self._ipc.process:
                 return OpenMemory(self._ipc, device, memory)
@@ -119,7 +119,7 @@ class CudaIpcTransport(SocketTransport):
             )
         except NotShareable as error:
             reason = f"{device.name} cannot open its memory: {error}"
-            if not is_over(owner_liveness_fd):  # else it was freed since, which says nothing of the next one's
+            if not is_over(owner_liveness_fd):  # else it has been freed since, which says nothing about the next one
                 self._refused[memory.device_id] = reason
             raise SourceLost(reason) from error
         if opened is None:
@@ -127,7 +127,7 @@ class CudaIpcTransport(SocketTransport):
         return opened
 
     def stream_of(self, device: Device) -> Stream:
-        """On which this transport copies."""
+        """Return the stream on which this transport copies."""
         with self._lock:
             if device not in self._streams:
                 with device.calling() as driver:
@@ -136,7 +136,7 @@ class CudaIpcTransport(SocketTransport):
 
 
 class CudaIpcLink(SocketLink):
-    """Copies many segments at a time, in the transport's threads."""
+    """A link that copies many segments at a time, in the transport's threads."""
 
     def __init__(self, channel: Channel, transport: CudaIpcTransport) -> None:
         super().__init__([channel])
@@ -178,7 +178,7 @@ class CudaIpcLink(SocketLink):
 
 
 class _Batch:
-    """How the segments of one read are copied."""
+    """The way in which the segments of one read are copied."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _Batch:
         self._plan = plan
 
     def copy(self, segments: list[int]) -> list[int]:
-        """They are in place when this returns, and digested."""
+        """Copy the segments, and return when they are in place and digested."""
         for first, end in runs_of(segments):
             start, stop = self._manifest.segment_range(first)[0], self._manifest.segment_range(end - 1)[1]
             if self._plan.target.device is None:
@@ -239,7 +239,7 @@ class _Batch:
             plan.digested(segment, digest)
 
     def _digests(self, stage: torch.Tensor) -> Iterator[bytes]:
-        """Of all segments that lie there, on the device where it can be."""
+        """Return the digests of all staged segments, computed on the device where possible."""
         size_bytes, algorithm = self._manifest.segment_size_bytes, self._manifest.digest_algorithm
         if algorithm == XXH3:
             joined = digests_there(self._device, lambda at, end: [stage[at:end]][: end - at], stage.numel(), size_bytes)
@@ -251,7 +251,7 @@ class _Batch:
 
 
 def _cut(sources: list[torch.Tensor], target: torch.Tensor) -> list[Pair]:
-    """One after the other they fill the target."""
+    """Return pairs that fill the target with the sources, one after the other."""
     pairs, at = [], 0
     for source in sources:
         pairs.append((source, target[at : at + source.numel()]))

@@ -1,1 +1,1 @@
-"""Between hosts by RDMA."""
+"""The transport between hosts by RDMA."""

@@ -1,11 +1,11 @@
-"""What rdma needs of verbs, and who provides it: libibverbs by ctypes, or the distribution's pyverbs.
+"""The verbs that rdma needs, and their providers: libibverbs by ctypes, or the distribution's pyverbs.
 
-Both speak to the system's own libibverbs.so.1; verbs.py and all above it know only what is declared here. What a
-binding raises is translated there: OSError with verbs' error number, or whatever pyverbs raises.
+Both use the system's own libibverbs.so.1; verbs.py and everything above it know only what is declared here. A binding's
+exceptions are translated there: OSError with verbs' error number, or whatever pyverbs raises.
 
-ctypes comes first: it needs no package beyond the library that NCCL needs too, runs in any Python, and lets go of the
-GIL where a call takes long (registering 1 GiB: 0.1 to 0.3 s in which an engine launches no kernel). pyverbs is there
-for where that does not work, and to be compared with. TENSORHUB_RDMA_BINDING=ctypes or pyverbs takes that one only.
+ctypes comes first: it needs no package beyond the library that NCCL needs too, runs in any Python, and releases the GIL
+where a call takes long (registering 1 GiB: 0.1 to 0.3 s in which an engine launches no kernel). pyverbs is for systems
+where that does not work, and for comparison. TENSORHUB_RDMA_BINDING=ctypes or pyverbs selects one.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ SUCCESS = 0
 
 ACCESS = ACCESS_LOCAL_WRITE | ACCESS_REMOTE_READ
 TIMEOUT = 15  # 4.096 us x 2^15 = 0.13 s until a packet is sent again
-RETRIES = 6  # 0.9 s to 3.8 s until a dead peer is given up; 7 would be for ever
+RETRIES = 6  # 0.9 s to 3.8 s until a dead peer is abandoned; 7 would be for ever
 RNR_RETRIES = 6
 MIN_RNR_TIMER = 12
 HOP_LIMIT = 64
 
 
 class VerbsError(Exception):
-    """Something that verbs refused or a read that failed, in words."""
+    """Verbs refused an operation, or a read failed; the message says why."""
 
 
 class Limits(NamedTuple):
-    """What a device and its port say of themselves."""
+    """The limits that a device and its port report."""
 
     lid: int
     mtu: int  # verbs' number for it: 5 is 4096 bytes
@@ -57,7 +57,7 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, port: Any, device: Any) -> Limits:
-        """Of what verbs say of a port and of its device: both bindings name it as verbs do."""
+        """Return the limits that verbs report for a port and its device: both bindings name them as verbs do."""
         return cls(
             port.lid,
             port.active_mtu,
@@ -70,7 +70,7 @@ class Limits(NamedTuple):
 
 
 class Way(NamedTuple):
-    """From a queue pair to that of a peer."""
+    """The path from a queue pair to a peer's."""
 
     queue_pair: int
     gid: str
@@ -84,7 +84,7 @@ class Way(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One request. signaled: whether it makes a completion, which has this number."""
+    """One read request. signaled: whether it generates a completion, which has this number."""
 
     number: int
     signaled: bool
@@ -96,7 +96,7 @@ class Read(NamedTuple):
 
 
 class Region(Protocol):
-    """Registered memory, for as long as this object lives. address: what reads call its first byte."""
+    """Registered memory, for as long as this object lives. address: the address of its first byte in reads."""
 
     address: int
     lkey: int
@@ -111,15 +111,15 @@ class Queue(Protocol):
     fd: int
 
     def poll(self, limit: int) -> list[tuple[int, int]]:
-        """(number, status) of at most so many completions, in their order."""
+        """Return (number, status) of at most so many completions, in their order."""
         ...
 
     def arm(self) -> None:
-        """Make an event of the next completion."""
+        """Have the next completion generate an event."""
         ...
 
     def take_event(self) -> None:
-        """After `fd` was readable."""
+        """Consume the event after `fd` was readable."""
         ...
 
     def close(self) -> None: ...
@@ -133,11 +133,11 @@ class Pair(Protocol):
     def connect(self, way: Way) -> None: ...
 
     def abort(self) -> None:
-        """To the error state."""
+        """Move it to the error state."""
         ...
 
     def post(self, reads: Sequence[Read]) -> None:
-        """All of them, in this order. What is posted is only read here: the objects may be used again."""
+        """Post all of them, in this order. The objects are only read here, and may be reused."""
         ...
 
     def close(self) -> None: ...
@@ -151,36 +151,36 @@ class Card(Protocol):
     def register(self, address: int, size_bytes: int) -> Region: ...
 
     def register_dma_buf(self, fd: int, offset: int, size_bytes: int, address: int) -> Region:
-        """Part of a dma-buf, which may be closed afterwards. address: where it lies in the device's own memory."""
+        """Register a part of a dma-buf, which may be closed afterwards. address: its address in device memory."""
         ...
 
     def make_queue(self, depth: int, *, events: bool) -> Queue:
-        """Of so many completions. events: `arm` will be called."""
+        """Make a queue for so many completions. events: `arm` will be called."""
         ...
 
     def make_pair(self, queue: Any, depth: int) -> Pair:
-        """queue: of this card, for its completions. depth: so many reads may be posted at once."""
+        """Make a queue pair. queue: this card's, for its completions. depth: how many reads may be posted at once."""
         ...
 
     def close(self) -> None:
-        """And with it all that was made of it."""
+        """Close it, and everything that was made from it."""
         ...
 
 
 class Binding(Protocol):
-    """A module."""
+    """The interface of a module that binds verbs."""
 
     def load(self) -> object:
-        """VerbsError when it cannot be used here, which says why."""
+        """Load the library. Raise VerbsError that says why it cannot be used here."""
         ...
 
     def open_card(self, device: str, port: int) -> Card:
-        """One port of the device of this name."""
+        """Open one port of the device of this name."""
         ...
 
 
 def usable() -> list[Binding]:
-    """Those that can be used, best first. VerbsError when none can, which says why; UsageError for an unknown name."""
+    """Return the usable bindings, best first. VerbsError with the reasons if there are none; UsageError: bad name."""
     chosen = os.environ.get(BINDING_VARIABLE, "")
     if chosen and chosen not in BINDINGS:
         raise UsageError(f"{BINDING_VARIABLE}={chosen!r:.80}: one of {', '.join(BINDINGS)}, or none for the best")

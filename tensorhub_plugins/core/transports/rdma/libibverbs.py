@@ -3,11 +3,11 @@
 Most verbs are functions of the library. Those of the fast path are inline in verbs.h and call the driver by pointers in
 `ibv_context.ops`, as here: every program that was ever linked with libibverbs.so.1 has the layout of these structs
 compiled in, so that it cannot change without another name for the library. A test compares it with verbs.h, and a
-context whose two ends are not what they should be is refused.
+context whose first and last fields are not as expected is refused.
 
 The GIL
-    Functions of the library let go of it: registering, closing and connecting take long. Posting, polling and arming
-    hold it: each takes a microsecond, and to get the GIL back could take five milliseconds.
+    Functions of the library release it: registering, closing and connecting take long. Posting, polling and arming
+    hold it: each takes a microsecond, and reacquiring the GIL could take five milliseconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TYPES: dict[str, Any] = {
 
 
 def _struct(name: str, declaration: str) -> Any:
-    """ "u32 length lkey; u8 raw[16]". What stands at the end of a struct that the library allocates may be left out."""
+    """Declare a struct, as "u32 length lkey; u8 raw[16]". Last fields may be missing if the library allocates it."""
     fields = []
     for part in declaration.split(";"):
         kind, *names = part.split()
@@ -83,7 +83,7 @@ PairAttributes = _struct(
     " alt_timeout; u32 rate_limit",
 )
 Entry = _struct("ibv_sge", "u64 addr; u32 length lkey")
-Request = _struct(  # its unions as an RDMA read has them
+Request = _struct(  # its unions as an RDMA read uses them
     "ibv_send_wr",
     "u64 wr_id; ptr next sg_list; int num_sge opcode; u32 send_flags imm_data; u64 remote_addr; u32 rkey;"
     "u32 _unions[19]",
@@ -99,7 +99,7 @@ TO_INIT = 1 << 0 | 1 << 3 | 1 << 4 | 1 << 5  # STATE, ACCESS_FLAGS, PKEY_INDEX, 
 TO_RECEIVE = 1 << 0 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 15 | 1 << 17 | 1 << 20
 TO_SEND = 1 << 0 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 13 | 1 << 16  # STATE, TIMEOUT, both retries, RD_ATOMIC, SQ_PSN
 
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what they return, then what they take
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # return type, then argument types
     "ibv_get_device_list": (c_void_p, c_void_p),
     "ibv_free_device_list": (None, c_void_p),
     "ibv_get_device_name": (ctypes.c_char_p, c_void_p),
@@ -129,7 +129,7 @@ _req_notify_cq = ctypes.PYFUNCTYPE(c_int, c_void_p, c_int)
 
 @cache
 def load(name: str | None = LIBRARY) -> Any:
-    """The library. VerbsError where it is missing, or is none of this kind."""
+    """Return the library. Raise VerbsError if it is missing, or is a different one."""
     try:
         library = ctypes.CDLL(name, use_errno=True)
     except OSError as error:
@@ -148,12 +148,12 @@ def load(name: str | None = LIBRARY) -> Any:
 
 
 def open_card(device: str, port: int) -> Card:
-    """One port of the device of this name. OSError, VerbsError."""
+    """Open one port of the device of this name. Raise OSError or VerbsError."""
     return Card(load(), device, port)
 
 
 def _made(name: str, *arguments: Any) -> int:
-    """A pointer to what this function makes. OSError."""
+    """Call this function and return the pointer to what it makes. Raise OSError."""
     found: int | None = getattr(load(), name)(*arguments)
     if not found:
         code = ctypes.get_errno()
@@ -162,7 +162,7 @@ def _made(name: str, *arguments: Any) -> int:
 
 
 def _done(name: str, code: int) -> None:
-    """OSError unless a verb returned 0. Most return an error number, some -1 and leave it in errno."""
+    """Raise OSError unless a verb returned 0. Most return an error number, some return -1 and set errno."""
     if code:
         code = code if code > 0 else ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
@@ -173,13 +173,13 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 class _Resource:
-    """Something that the library has allocated, destroyed once: by `close`, or when this object goes."""
+    """An object that the library has allocated, destroyed once: by `close`, or with this object."""
 
     def __init__(self, card: Card, pointer: int, *destroy: tuple[str, int]) -> None:
-        """destroy: functions, and what they are called with. The card is kept as long as this is there."""
+        """Take the pointer over. destroy: functions, with their arguments. The card is kept alive meanwhile."""
         self.pointer = pointer
         self._destroy = weakref.finalize(self, _destroy_all, card, destroy)
-        self._destroy.atexit = False  # the system lets go of everything
+        self._destroy.atexit = False  # the system releases everything
         card.children[type(self)].add(self)
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ def _destroy_all(card: Card, functions: Sequence[tuple[str, int]]) -> None:
 
 
 class Card:
-    """bindings.Card"""
+    """The `bindings.Card` of libibverbs."""
 
     def __init__(self, library: Any, device: str, port: int) -> None:
         self.port = port
@@ -261,7 +261,7 @@ def _open(library: Any, name: str) -> int:
 
 
 def _check_layout(context: Any) -> None:
-    """VerbsError unless the operations are where they are called, and the descriptor behind all of them is one."""
+    """Raise VerbsError unless the operations and the descriptor after them are where they are expected."""
     try:
         os.fstat(context.async_fd)
         is_device = stat.S_ISCHR(os.fstat(context.cmd_fd).st_mode)
@@ -276,7 +276,7 @@ def _operation(context: int, place: int, kind: Callable[[int], Any]) -> Any:
 
 
 class Region(_Resource):
-    """bindings.Region"""
+    """The `bindings.Region` of libibverbs."""
 
     def __init__(self, card: Card, pointer: int, address: int) -> None:
         super().__init__(card, pointer, ("ibv_dereg_mr", pointer))
@@ -285,7 +285,7 @@ class Region(_Resource):
 
 
 class Queue(_Resource):
-    """bindings.Queue"""
+    """The `bindings.Queue` of libibverbs."""
 
     def __init__(self, card: Card, depth: int, *, events: bool) -> None:
         self._channel = _made("ibv_create_comp_channel", card.context) if events else None
@@ -304,7 +304,7 @@ class Queue(_Resource):
         self._poll = _operation(context, POLL_CQ, _poll_cq)
         self._notify = _operation(context, REQ_NOTIFY_CQ, _req_notify_cq)
         self._block = (Completion * POLLED_AT_ONCE_MAX)()
-        self._completions = list(self._block)  # made once: each is a new object, of the same memory
+        self._completions = list(self._block)  # made once: each access would make a new object over the same memory
 
     def poll(self, limit: int) -> list[tuple[int, int]]:
         self._check_open()
@@ -325,14 +325,14 @@ class Queue(_Resource):
 
 
 class Pair(_Resource):
-    """bindings.Pair"""
+    """The `bindings.Pair` of libibverbs."""
 
     def __init__(self, card: Card, queue: Queue, depth: int) -> None:
         wanted = PairInitial(send_cq=queue.pointer, recv_cq=queue.pointer, qp_type=bindings.RELIABLE_CONNECTION)
         wanted.cap = Capacity(max_send_wr=depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
         pointer = _made("ibv_create_qp", card.domain, byref(wanted))
         super().__init__(card, pointer, ("ibv_destroy_qp", pointer))
-        self._queue = queue  # not to go before
+        self._queue = queue  # kept alive
         self._port = card.port
         pair = QueuePair.from_address(pointer)
         self.number = int(pair.qp_num)

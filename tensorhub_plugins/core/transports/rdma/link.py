@@ -1,4 +1,4 @@
-"""The reader's end of rdma: agrees on queue pairs with the source, proves them, and reads one-sided over all."""
+"""The reader's end of rdma: agrees on queue pairs with the source, probes them, and reads one-sided over all."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_M
 if TYPE_CHECKING:
     from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
 
-WINDOW = 16  # segments in flight: 64 MiB is more than any path holds
-FINISH_THREADS_MAX = 4  # at 9 GB/s each they digest what the fastest card brings
+WINDOW = 16  # segments in flight: 64 MiB is more than any path has in flight
+FINISH_THREADS_MAX = 4  # at 9 GB/s each they digest what the fastest card delivers
 CORES_PER_FINISH_THREAD = 2
 PROBE_SIZE_BYTES = 8
 PROBE_S_MAX = 8.0  # longer than the retries of a queue pair
@@ -53,24 +53,24 @@ _log = logging.getLogger(__name__)
 
 
 class _Rail:
-    """One queue pair of a reader, and which ports it joins."""
+    """One queue pair of a reader, and the ports that it joins."""
 
     def __init__(self, pair: ReadQueuePair[int], nic: int, port: int) -> None:
         self.pair = pair
-        self.nic = nic  # index of ours
-        self.port = port  # index of the source's
+        self.nic = nic  # index of our port
+        self.port = port  # index of the source's port
 
 
 class Connection:
-    """What is kept from link to link: the channel and its rails."""
+    """A channel and its rails, which are kept from link to link."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.rails: list[_Rail] = []
-        self.proved = False  # something was read over them
+        self.proved = False  # something has been read over them
 
     def hang_up(self) -> None:
-        """No read arrives any more when this returns."""
+        """Close the rails: when this returns no read arrives any more."""
         for rail in self.rails:
             rail.pair.close()
         self.rails = []
@@ -87,10 +87,10 @@ class _Arriving:
         self.segment = segment
         self.stack = ExitStack()  # of ReadPlan.receiving
         self.bounce: BounceBuffer | None = None
-        self.buffered: list[tuple[int, memoryview]] = []  # offset in the bounce buffer, and where it goes from there
+        self.buffered: list[tuple[int, memoryview]] = []  # offset in the bounce buffer, and the target of the copy
 
     def finish(self) -> list[int]:
-        """Copy, digest, commit to a device. In any thread."""
+        """Copy and digest the bytes, and commit them to a device. May run in any thread."""
         if self.bounce is not None:
             for start, view in self.buffered:
                 copy_views([self.bounce.view[start : start + len(view)]], [view])
@@ -107,7 +107,7 @@ class _GivenUp(Exception):
 
 
 class RdmaLink(SocketLink):
-    """One reader's way to one source: control messages over TCP, bytes by RDMA reads."""
+    """One reader's connection to one source: control messages over TCP, bytes by RDMA reads."""
 
     def __init__(self, transport: RdmaTransport, connection: Connection, stall_s: float) -> None:
         super().__init__([connection.channel])
@@ -115,19 +115,19 @@ class RdmaLink(SocketLink):
         self._connection = connection
         self._stall_s = stall_s
         self._remote: RemoteMemory | None = None
-        self._ring: Region | None = None  # of the source, where its memory is not registered
+        self._ring: Region | None = None  # the source's, where its memory is not registered
         self._target: Registration | None = None
-        self._device: Device | None = None  # of the target: it is read by way of bounce buffers that are pinned for it
+        self._device: Device | None = None  # the target's: read by way of bounce buffers that are pinned for it
         self._free: list[BounceBuffer] = []
-        self._rested = False  # the last offer was ended properly: another link may use the connection
-        self._given = False  # and does
+        self._rested = False  # the last offer ended properly: another link may use the connection
+        self._given = False  # and another link does
 
     def check(self, *, deadline: float) -> bool:
         self._rested = super().check(deadline=deadline)
         return self._rested
 
     def cut(self) -> None:
-        """End what waits for the source, unless the connection serves another link by now."""
+        """End all waits for the source, unless the connection serves another link by now."""
         if not self._given:
             super().cut()
 
@@ -158,7 +158,7 @@ class RdmaLink(SocketLink):
 
     def _receive_memory(self, channel: Channel, manifest: Manifest, opened: StreamOpened, deadline: float) -> None:
         self._rested = False
-        self._drop_bounce_buffers()  # of the size of another offer's segments
+        self._drop_bounce_buffers()  # they have the size of another offer's segments
         told = channel.receive_message(rails_decoder, REPLY_SIZE_BYTES_MAX, deadline)
         size_bytes = RING_SLOTS * manifest.segment_size_bytes if told.is_ring else manifest.size_bytes
         self._remote = RemoteMemory(told.memory, size_bytes, len(told.link_layers))
@@ -187,7 +187,7 @@ class RdmaLink(SocketLink):
         except VerbsError as error:
             connection.hang_up()
             problem = str(error)
-        # Said also when there is none, since the source waits for it.
+        # Sent also when there is none, since the source waits for it.
         channel.send_message(Dial([(rail.port, rail.pair.endpoint) for rail in connection.rails]), deadline)
         answer = channel.receive_message(dialed_decoder, DIAL_SIZE_BYTES_MAX, deadline)
         if problem or answer.problem:
@@ -198,7 +198,7 @@ class RdmaLink(SocketLink):
             rail.pair.connect(endpoint)
 
     def _probe(self, channel: Channel, region: Region, deadline: float) -> None:
-        """Read a few bytes over every rail, and keep those that carry. VerbsError when none does."""
+        """Read a few bytes over every rail, and keep those that work. Raise VerbsError when none does."""
         connection = self._connection
         size_bytes = min(PROBE_SIZE_BYTES, region.size_bytes)
         until = min(deadline, time.monotonic() + PROBE_S_MAX)
@@ -261,7 +261,7 @@ class RdmaLink(SocketLink):
             raise Disconnected(str(error)) from error
 
     def _register(self, target: Slab) -> Registration | None:
-        """None: this memory has to be read by way of a bounce buffer."""
+        """Register the target, or return None: its memory has to be read by way of a bounce buffer."""
         if target.device is not None:
             log_once(logging.INFO, "rdma: %s is read into by way of pinned host memory", target.device.name)
             return None
@@ -270,7 +270,7 @@ class RdmaLink(SocketLink):
         return self._transport.memory.of(target)
 
     def _in_place(self, view: memoryview, nic: int) -> list[tuple[int, int, int]] | None:
-        """The view itself, None where it is not registered."""
+        """Return the view's own registered memory, or None if it is not registered."""
         if self._target is None:
             return None
         try:
@@ -282,7 +282,7 @@ class RdmaLink(SocketLink):
 
 
 class _RdmaStream:
-    """Segments that the source announces and queue pairs read, which end in any order. Other threads finish them."""
+    """Segments that the source announces and queue pairs read, in any order. Other threads finish them."""
 
     window = WINDOW
     batch = 1
@@ -297,25 +297,25 @@ class _RdmaStream:
         self._manifest = manifest
         self._plan = plan
         self._deadline = deadline
-        self._awaited = 0  # segments that the source has not announced
-        self._slots: dict[int, int] = {}  # of the source's ring, by segment, from its announcement to its end
+        self._awaited = 0  # segments not announced yet
+        self._slots: dict[int, int] = {}  # slots of the source's ring, by segment, from its announcement to its end
         self._arriving: dict[int, _Arriving] = {}
         self._landed: dict[int, _Arriving] = {}  # read completely, being finished
         self._finishing = OrderedWork()
         threads = min(FINISH_THREADS_MAX, max(1, cores() // CORES_PER_FINISH_THREAD))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-rdma-finish")
-        self._finished = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when one of them has been
-        self._blocked = False  # there is no bounce buffer for the next segment
-        self._lost: Exception | None = None  # the source, and why
+        self._finished = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when one of them is finished
+        self._blocked = False  # no bounce buffer is free for the next segment
+        self._lost: Exception | None = None  # why the source is lost
         self._moved_at = time.monotonic()
-        self._yielded = False  # the caller had the segments that finished last: its time is not the source's
+        self._yielded = False  # the caller was busy with the last segments: its time does not count against the source
 
     @property
     def in_flight(self) -> int:
         return len(self._arriving) + len(self._landed)
 
     def additional(self, due: int) -> Sequence[int]:
-        """Over a ring only once all has ended: until then the source listens for `Taken` alone."""
+        """Return more segments; over a ring only once all have ended: until then the source accepts only `Taken`."""
         return [] if self._ring is not None and (due or self._slots) else self._link._additional(due)
 
     def request(self, segments: Sequence[int]) -> None:
@@ -343,7 +343,7 @@ class _RdmaStream:
         return [due.popleft()]
 
     def start(self, ready: deque[int]) -> bool:
-        """Post the reads of a segment. False when the bounce buffer it needs comes back with others."""
+        """Post the reads of a segment. Return False if the bounce buffer it needs is still used by others."""
         segment = ready[0]
         rail = self._connection.rails[segment % len(self._connection.rails)]
         start, stop = self._manifest.segment_range(segment)
@@ -376,7 +376,7 @@ class _RdmaStream:
         if self._lost is None:
             self._lost = self._poll()
         done = []
-        # What has come is not lost with its source: it is waited for, and handed out first.
+        # What has arrived is not lost with its source: it is finished and returned first.
         while ended := self._finishing.take(wait=self._lost is not None):
             done += ended
         if self._lost is not None and not done:
@@ -395,7 +395,7 @@ class _RdmaStream:
         return done
 
     def _poll(self) -> Exception | None:
-        """Take what has been read; why no more will be."""
+        """Take what has been read; return why no more will be, or None."""
         try:
             for rail in self._connection.rails:
                 for segment in rail.pair.poll():
@@ -405,7 +405,7 @@ class _RdmaStream:
         return Disconnected("cut the connection") if self._channel.is_cut() else None
 
     def _land(self, segment: int) -> None:
-        """All of it has been read; the source's slot is free, and the rest is done beside."""
+        """Finish a segment that was read completely, in another thread; its slot at the source is free."""
         self._landed[segment] = self._arriving.pop(segment)
         self._moved_at = time.monotonic()
         future = self._pool.submit(self._landed[segment].finish)
@@ -417,14 +417,14 @@ class _RdmaStream:
 
     def close(self) -> None:
         if self._arriving:
-            self._connection.hang_up()  # before the target's memory is let go of
+            self._connection.hang_up()  # before the target's memory is released
             for begun in self._arriving.values():
                 begun.give_up()
         self._pool.shutdown()
         os.close(self._finished)
 
     def _local(self, views: Sequence[memoryview], nic: int, begun: _Arriving) -> list[tuple[int, int, int]]:
-        """Registered memory for these views: their own, or a bounce buffer that is copied to them at the end."""
+        """Return registered memory for these views: their own, or a bounce buffer that is copied to them at the end."""
         pieces: list[tuple[int, int, int]] = []
         inside = [None if begun.bounce is None else begun.bounce.find(view) for view in views]  # for a device
         used = sum(len(view) for view, start in zip(views, inside, strict=True) if start is not None)
@@ -459,10 +459,10 @@ def _wait(
     listens: bool,
     beside: int | None = None,
 ) -> None:
-    """Until something may have been read, or (listens) said, or the connection was cut, or (beside) this event
-    happened. Silent when it is too late.
+    """Wait until something may have been read, or (listens) received, or the connection is cut, or (beside) this
+    eventfd is set. Raise Silent when it is too late.
 
-    Returns at once when it has asked for events that had not been asked for: what completed before makes none.
+    Returns at once if it has just requested completion events: earlier completions generate none.
     """
     pairs = [rail.pair for rail in rails if rail.pair.busy]
     if any([each.arm() for each in pairs]):

@@ -1,4 +1,4 @@
-"""What the two ends say to each other about their queue pairs and their memory, after StreamOpened."""
+"""The messages in which the two ends exchange their queue pairs and their memory, after StreamOpened."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SLOT = struct.Struct("<B")
 
 
 class Rails(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What a reader needs to dial: the ports of the source, and the memory to read."""
+    """The data that a reader needs to connect: the ports of the source, and the memory to read."""
 
     link_layers: Annotated[list[str], msgspec.Meta(max_length=64)]  # of the source's ports
     memory: Annotated[list[Region], msgspec.Meta(max_length=1 << 21)]
-    is_ring: bool = False  # memory is RING_SLOTS segments that the stream passes through, not the stream itself
+    is_ring: bool = False  # memory is a ring of RING_SLOTS segments for the stream, not the stream itself
 
 
 class Dial(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -37,9 +37,9 @@ class Dialed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The reader has copied this slot of the ring."""
+    """A report that the reader has copied this slot of the ring."""
 
-    slot: Annotated[int, msgspec.Meta(ge=0, lt=RING_SLOTS)]  # of the ring; may be filled again
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=RING_SLOTS)]  # may be filled again
 
 
 # Made here and not by decode(type=...): two threads that do so for the first time at once crash msgspec 0.21.

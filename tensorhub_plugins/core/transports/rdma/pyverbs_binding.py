@@ -1,10 +1,10 @@
 """The binding to pyverbs, where a distribution has it for this Python.
 
-What has to be known about it (measured on version 44 with soft-RoCE)
-    It never lets go of the GIL: calls are short, or cut into short ones (registration), and nothing waits inside.
+Facts about pyverbs (measured on version 44 with soft-RoCE)
+    It never releases the GIL: calls are short, or cut into short ones (registration), and nothing waits inside.
     Work requests and scatter entries leak when made anew: every queue pair has one, used for each read in turn.
-    It does not tell a channel's descriptor before version 45: it is the one that is new.
-    A dma-buf's region names its first byte by its offset.
+    Before version 45 it does not expose a channel's descriptor: it is the one that is new.
+    Reads address a dma-buf's region by offset.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 from tensorhub_plugins.core.transports.rdma import bindings
 from tensorhub_plugins.core.transports.rdma.bindings import Limits, Read, VerbsError, Way
 
-CHANNEL_TRIES_MAX = 10  # somebody else's verbs (NCCL's) may open devices at the same time
+CHANNEL_TRIES_MAX = 10  # other users of verbs (NCCL) may open devices at the same time
 
-_descriptors = threading.Lock()  # an opened device has one that looks like a channel's
+_descriptors = threading.Lock()  # an opened device has a descriptor that looks like a channel's
 
 
 @cache
 def load() -> SimpleNamespace:
-    """Everything that is used of pyverbs. VerbsError when it is missing or does not fit the system's libraries."""
+    """Return everything that is used of pyverbs. Raise VerbsError if it is missing or does not fit the system."""
     if importlib.util.find_spec("pyverbs") is None:
         raise VerbsError(
             "pyverbs is not installed: take the distribution's (python3-pyverbs), it matches its rdma-core"
@@ -57,12 +57,12 @@ def load() -> SimpleNamespace:
 
 
 def open_card(device: str, port: int) -> Card:
-    """One port of the device of this name."""
+    """Open one port of the device of this name."""
     return Card(load(), device, port)
 
 
 class Card:
-    """bindings.Card"""
+    """The `bindings.Card` of pyverbs."""
 
     def __init__(self, pyverbs: Any, device: str, port: int) -> None:
         self.pyverbs = pyverbs
@@ -95,7 +95,7 @@ class Card:
 
 
 class Region:
-    """bindings.Region"""
+    """The `bindings.Region` of pyverbs."""
 
     def __init__(self, region: Any, address: int) -> None:
         self._region = region
@@ -106,7 +106,7 @@ class Region:
 
 
 class Queue:
-    """bindings.Queue"""
+    """The `bindings.Queue` of pyverbs."""
 
     def __init__(self, card: Card, depth: int, *, events: bool) -> None:
         channel: tuple[Any, int] = _make_channel(card) if events else (None, -1)
@@ -131,7 +131,7 @@ class Queue:
 
 
 class Pair:
-    """bindings.Pair"""
+    """The `bindings.Pair` of pyverbs."""
 
     def __init__(self, card: Card, queue: Queue, depth: int) -> None:
         self._pyverbs = v = card.pyverbs

@@ -1,7 +1,7 @@
-"""What rdma decides without verbs: which ports to use, how memory is registered, and a segment as a list of reads.
+"""Decisions of rdma that need no verbs: which ports to use, how to register memory, how to cut a segment into reads.
 
 PURE but for `find_ports`, which reads sysfs. A *rail* is a port of the reader and one of the source that face each
-other; a transfer uses several side by side, a whole segment on each.
+other; a transfer uses several in parallel, a whole segment on each.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import msgspec
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 
 SYSFS = Path("/sys/class/infiniband")
-RAILS_MAX = 4  # side by side; one host's cards beyond that belong to its other workers
+RAILS_MAX = 4  # in parallel; one host's cards beyond that belong to its other workers
 UNRELIABLE = {"efa"}  # drivers of devices without reliable connections
-GIDS_MAX = 256  # entries of a port's table that are looked at
-PAGE_SIZE_BYTES = 4096  # registration is by whole pages
-REGION_SIZE_BYTES_MAX = 1 << 30  # registering holds the GIL: 0.1 to 0.3 s for this much, and not for a whole shard
+GIDS_MAX = 256  # entries of a port's table that are read
+PAGE_SIZE_BYTES = 4096  # memory is registered by whole pages
+REGION_SIZE_BYTES_MAX = 1 << 30  # registering holds the GIL: for 0.1 to 0.3 s, not for a whole shard
 
 # --- ports ---
 
 
 class Port(msgspec.Struct, frozen=True):
-    """One usable port of one device. path: where its PCI device is in sysfs, for distances; "": nowhere."""
+    """One usable port of one device. path: its PCI device in sysfs, for distances; "": unknown."""
 
     device: str
     number: int
@@ -40,7 +40,7 @@ class Port(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """As in "mlx5_0:1": device and number of the port."""
+        """Return device and port number, as in "mlx5_0:1"."""
         return f"{self.device}:{self.number}"
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Port(msgspec.Struct, frozen=True):
 
 
 def has_link(sysfs: Path = SYSFS) -> bool:
-    """Whether a port is active, of a device that has reliable connections."""
+    """Return whether some port is active, of a device that has reliable connections."""
     return any(
         "ACTIVE" in _read(state) and _driver(state.parents[2]) not in UNRELIABLE
         for state in sysfs.glob("*/ports/*/state")
@@ -57,7 +57,7 @@ def has_link(sysfs: Path = SYSFS) -> bool:
 
 
 def find_ports(sysfs: Path = SYSFS, gid_index: int | None = None) -> tuple[list[Port], list[str]]:
-    """(the usable ports by name, why others are not). gid_index: this entry of every port's table, whatever it is."""
+    """Return (the usable ports by name, why others are not). gid_index: use this entry of every port's table."""
     ports, reasons = [], []
     for device in sorted(sysfs.iterdir()) if sysfs.is_dir() else []:
         if _driver(device) in UNRELIABLE:
@@ -88,8 +88,8 @@ def find_ports(sysfs: Path = SYSFS, gid_index: int | None = None) -> tuple[list[
 def choose_gid(
     gids: Sequence[tuple[int, str, str]], link_layer: str, index: int | None = None
 ) -> tuple[int, str] | None:
-    """(index, gid) to connect from. gids: (index, gid, type). RoCEv2 with an IPv4 address can be routed, and says where
-    it belongs; then RoCEv2 with any other address; RoCEv1 last. InfiniBand has one that matters, the first."""
+    """Return the (index, gid) to connect from. gids: (index, gid, type). RoCEv2 with an IPv4 address can be routed, and
+    shows its network; then RoCEv2 with any other address; RoCEv1 last. InfiniBand: only the first one matters."""
 
     def rank(entry: tuple[int, str, str]) -> tuple[bool, bool, bool, int]:
         number, gid, kind = entry
@@ -106,8 +106,8 @@ def choose_gid(
 def choose_ports(
     ports: Sequence[Port], wanted: Sequence[str] | None = None, near: str = "", limit: int = RAILS_MAX
 ) -> list[Port]:
-    """wanted: names ("mlx5_0" or "mlx5_0:1") in this order, no others; UsageError when one is not usable. Otherwise the
-    fastest ones, of those the nearest to the device at `near` in sysfs ("": all count as equally near)."""
+    """Return the ports to use. wanted: exactly these names ("mlx5_0" or "mlx5_0:1") in this order; UsageError if one is
+    not usable. None: the fastest among the nearest to the device at `near` in sysfs ("": all are equally near)."""
     if wanted is not None:
         chosen = []
         for name in wanted:
@@ -123,8 +123,8 @@ def choose_ports(
 
 
 def pair(reader: Sequence[str], source: Sequence[str], limit: int = RAILS_MAX) -> list[tuple[int, int]]:
-    """The rails between two hosts, given the link layers of their ports: the first faces the first, and so on, since
-    rails are often networks of their own. Which of them carry is found out by a probe."""
+    """Return the rails between two hosts, given the link layers of their ports: the first faces the first, and so on,
+    since rails are often separate networks. A probe finds out which of them work."""
     rails = [
         (mine, theirs)
         for mine, theirs in zip(range(len(reader)), range(len(source)), strict=False)
@@ -134,7 +134,7 @@ def pair(reader: Sequence[str], source: Sequence[str], limit: int = RAILS_MAX) -
 
 
 def _closeness(path: str, near: str) -> int:
-    """How many bridges two PCI devices have above them in common; 0 for what has no place."""
+    """Return how many bridges two PCI devices have above them in common; 0 if a location is unknown."""
     if not path or not near:
         return 0
     return len(os.path.commonpath([path, near]).split("/"))
@@ -158,7 +158,7 @@ def _gids(port: Path) -> list[tuple[int, str, str]]:
 def _read(file: Path) -> str:
     try:
         return file.read_text().strip()
-    except OSError:  # an empty entry of the table cannot be read
+    except OSError:  # an empty entry of the table is unreadable
         return ""
 
 
@@ -174,14 +174,14 @@ def chunks(
     *,
     allocation: Callable[[int], tuple[int, int]] | None = None,
 ) -> list[tuple[int, int]]:
-    """(address, size) of the pieces to register for these extents: as few as possible, none above `limit`.
+    """Return (address, size) of the pieces to register for these extents: as few as possible, none above `limit`.
 
-    Extents whose pages touch become one piece, with what lies between them; pages in between are never taken.
-    allocation: (first, behind the last address) of the one that an address lies in. No piece lies in two: neighbours in
-    a GPU's memory are exported one by one.
+    Extents whose pages touch become one piece, with what lies between them; pages in between are never included.
+    allocation: returns (first, end) of the allocation that contains an address. No piece spans two: neighbours in a
+    GPU's memory are exported one by one.
     """
     merged: list[tuple[int, int]] = []
-    first, end = 0, 0  # of the allocation of the last piece
+    first, end = 0, 0  # the allocation of the last piece
     for _, size_bytes, address in sorted(extents, key=lambda extent: extent[2]):
         stop = address + size_bytes
         while address < stop:
@@ -208,7 +208,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 def regions(extents: Iterable[Extent], registered: Sequence[tuple[int, int, int, tuple[int, ...]]]) -> list[Region]:
-    """The extents as a peer may read them. registered: (address, size, what reads call that address, keys), sorted,
+    """Return the extents as a peer may read them. registered: (address, size, that address in reads, keys), sorted,
     from `chunks`."""
     starts = [first for first, _, _, _ in registered]
     found: list[Region] = []
@@ -232,10 +232,10 @@ def regions(extents: Iterable[Extent], registered: Sequence[tuple[int, int, int,
 
 
 class RemoteMemory:
-    """A source's stream, by the regions it has told."""
+    """A source's stream, by the regions that it has announced."""
 
     def __init__(self, told: Sequence[Region], size_bytes: int, ports: int) -> None:
-        """ProtocolError unless they are the whole stream, in order, with a key for each of the source's ports."""
+        """Raise ProtocolError unless they are the whole stream, in order, with a key for each of the source's ports."""
         at = 0
         for region in told:
             if region.start != at or len(region.keys) != ports:
@@ -247,7 +247,7 @@ class RemoteMemory:
         self._starts = [region.start for region in told]
 
     def pieces(self, start: int, stop: int, port: int) -> Iterator[tuple[int, int, int]]:
-        """(address, size, key) of a stream range."""
+        """Yield (address, size, key) of the pieces of a stream range."""
         index = bisect_right(self._starts, start) - 1
         while start < stop:
             region = self._regions[index]
@@ -260,8 +260,8 @@ class RemoteMemory:
 def cut_reads(
     remote: Iterable[tuple[int, int, int]], local: Iterable[tuple[int, int, int]], limit: int
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Two lists of (address, size, key), equally long in bytes, as reads that are contiguous at both ends and at most
-    `limit` bytes: (remote address, remote key, local address, local key, size)."""
+    """Cut two lists of (address, size, key), of equal total size, into reads that are contiguous at both ends and at
+    most `limit` bytes: (remote address, remote key, local address, local key, size)."""
     places = iter(local)
     at = left = local_key = 0
     for address, size_bytes, key in remote:

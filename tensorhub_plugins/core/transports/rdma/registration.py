@@ -1,4 +1,4 @@
-"""Memory in verbs' terms: slabs that are registered once, and bounce buffers for what cannot be."""
+"""Memory registered with verbs: slabs, once each, and bounce buffers for what cannot be registered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Registration:
-    """A slab's memory in verbs' terms: registered piece by piece, all of it for a source, as needed for a target."""
+    """The registration of a slab's memory, piece by piece: all of it for a source, on demand for a target."""
 
     def __init__(
         self,
@@ -35,11 +35,11 @@ class Registration:
         keepalive: object,
         owner: Device | None = None,
     ) -> None:
-        """owner: the device whose memory it is. VerbsError."""
+        """Plan the pieces. owner: the device whose memory it is. Raise VerbsError."""
         self.extents = extents
         self._nics = nics
         self._owner = owner
-        self._keepalive = keepalive  # the storages, whose memory verbs knows by address only
+        self._keepalive = keepalive  # the storages, whose memory verbs know only by address
         try:
             self._chunks = chunks(extents, allocation=None if owner is None else owner.allocation)
         except OSError as error:
@@ -49,7 +49,7 @@ class Registration:
         self._guard = threading.Lock()
 
     def offer(self) -> list[Region]:
-        """All of it, as peers may read it. VerbsError."""
+        """Register all of it, and return it as peers may read it. Raise VerbsError."""
         registered = []
         for index, (address, size_bytes) in enumerate(self._chunks):
             known = self._registered(index)
@@ -59,7 +59,7 @@ class Registration:
         return regions(self.extents, registered)
 
     def find(self, address: int, size_bytes: int, nic: int) -> list[tuple[int, int, int]] | None:
-        """(address, size, local key) of a range on the host; None when some of it is not of this slab. VerbsError."""
+        """Return (address, size, local key) of a host range's pieces; None if not all is this slab's. VerbsError."""
         found = []
         while size_bytes:
             index = bisect_right(self._starts, address) - 1
@@ -96,8 +96,8 @@ class Registration:
 
 
 class Registry:
-    """All memory is registered once, and until everything else has forgotten it: by `Slab.runs`, which slabs of the
-    same live tensors share (adoption.py), so that what is adopted anew for every version stays registered."""
+    """A cache by `Slab.runs`, which slabs of the same live tensors share (adoption.py): memory is registered once and
+    stays registered, also when it is adopted anew for every version, until everything else has forgotten it."""
 
     def __init__(self, nics: Sequence[Nic]) -> None:
         self._nics = nics
@@ -105,7 +105,7 @@ class Registry:
         self._known: weakref.WeakKeyDictionary[Runs, Registration] = weakref.WeakKeyDictionary()
 
     def of(self, slab: Slab) -> Registration:
-        """The registration of this slab's memory, made now where there is none. VerbsError."""
+        """Return the registration of this slab's memory, made now if there is none. Raise VerbsError."""
         if slab.runs.scattered:
             raise VerbsError("columns of a matrix lie in as many pieces as it has rows")
         with self._guard:
@@ -113,22 +113,22 @@ class Registry:
             if found is None:
                 tensors = list(slab.tensors().values())
                 extents = [(run.start, run.size_bytes, run.address) for run in slab.runs.all]
-                # The storages, not the tensors: the memory must stay, the tensors are free to go and take this along.
+                # The storages, not the tensors: the memory must stay, the tensors may be freed, and this with them.
                 storages = [tensor.untyped_storage() for tensor in tensors]
                 found = self._known[slab.runs] = Registration(self._nics, extents, storages, slab.device)
             return found
 
     def clear(self) -> None:
-        """Forget all of them; links in the middle of a read keep what they use."""
+        """Forget all registrations; links in the middle of a read keep theirs."""
         with self._guard:
-            self._known = weakref.WeakKeyDictionary()  # links in the middle of a read hold what they use
+            self._known = weakref.WeakKeyDictionary()  # links in the middle of a read hold theirs
 
 
 class BounceBuffer:
-    """Registered host memory that no slab owns, for what cannot be read in place. host: it, as uint8."""
+    """Registered host memory of no slab, for what cannot be read in place. host: the memory, as uint8."""
 
     def __init__(self, nics: Sequence[Nic], size_bytes: int, owner: Device | None = None) -> None:
-        """owner: pinned for copies from and to this device as well. VerbsError."""
+        """Allocate and register it. owner: a device for whose copies it is pinned as well. Raise VerbsError."""
         size_bytes = max(size_bytes, mmap.PAGESIZE)
         block = mmap.mmap(-1, size_bytes) if owner is None else None
         self.host = torch.frombuffer(block, dtype=torch.uint8) if owner is None else owner.buffer(size_bytes)
@@ -137,15 +137,15 @@ class BounceBuffer:
         self._regions = [nic.register(self._address, size_bytes) for nic in nics]
 
     def region(self, size_bytes: int) -> Region:
-        """Its first bytes as peers may read them."""
+        """Return its first bytes as peers may read them."""
         return Region(0, size_bytes, self._address, tuple(region.rkey for region in self._regions))
 
     def piece(self, start: int, size_bytes: int, nic: int) -> tuple[int, int, int]:
-        """(address, size, local key) of a part of it, for one card."""
+        """Return (address, size, local key) of a part of it, for one card."""
         return self._address + start, size_bytes, self._regions[nic].lkey
 
     def find(self, view: memoryview) -> int | None:
-        """Where in it this memory begins; None: it is other memory."""
+        """Return the offset of this memory in the buffer; None if it is other memory."""
         start = address_of(view) - self._address
         return start if 0 <= start <= len(self.view) - len(view) else None
 
@@ -156,7 +156,7 @@ class BounceBuffer:
 
 
 def log_once(level: int, message: str, argument: str) -> None:
-    """A line in the log that would otherwise come with every version."""
+    """Log a line that would otherwise repeat with every version."""
     if (message, argument) not in _said and len(_said) < SAID_MAX:
         _said.add((message, argument))
         _log.log(level, message, argument)
@@ -166,5 +166,5 @@ _said: set[tuple[str, str]] = set()
 
 
 def address_of(view: memoryview) -> int:
-    """Where the memory of this view begins."""
+    """Return the address of this view's memory."""
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

@@ -1,4 +1,4 @@
-"""The source's end of rdma: registers what it offers, or passes it through a ring, and makes queue pairs."""
+"""The source's end of rdma: registers its offers, or passes them through a ring, and makes queue pairs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RINGS_KEPT_MAX = 4  # for the next readers
 
 
 class RdmaSource(SourceBackend):
-    """Serves registered memory, or a ring through which it passes where it cannot be registered."""
+    """A backend that serves registered memory, or passes memory that cannot be registered through a ring."""
 
     name = "rdma"
     keeps_connections = True
@@ -101,7 +101,7 @@ class RdmaSource(SourceBackend):
         channel.send_message(Dialed([made.endpoint for made in pairs], problem), deadline)
 
     def _readable(self, offer: Offer) -> tuple[list[Region], _SlotRing | None]:
-        """The offer's own memory as peers may read it, or else a ring that it can pass through. VerbsError."""
+        """Return the offer's own memory as peers may read it, or else a ring to pass it through. Raise VerbsError."""
         try:
             return self._memory.of(offer.slab).offer(), None
         except (VerbsError, UsageError) as error:
@@ -119,7 +119,7 @@ class RdmaSource(SourceBackend):
         return [ring.region], ring
 
     def _put_back(self, ring: _SlotRing | None) -> None:
-        """For the next reader."""
+        """Keep the ring for the next reader."""
         if ring is None:
             return
         ring.reset()
@@ -146,7 +146,7 @@ class RdmaSource(SourceBackend):
             ring.taken(channel.receive_message(taken_decoder, DIAL_SIZE_BYTES_MAX, deadline).slot)
 
     def on_reader_done(self, channel: Channel, *, ended: bool) -> None:
-        """Idle connections are kept, but not too many; of an ended one nothing is left that could read."""
+        """Keep idle connections, but not too many; destroy everything through which an ended one could read."""
         with self._guard:
             if ended:
                 self._idle.pop(channel, None)
@@ -166,9 +166,9 @@ class RdmaSource(SourceBackend):
 
 
 class _SlotRing:
-    """Registered host memory in as many slots as segments may be on their way from it. VerbsError.
+    """A ring of registered host memory with as many slots as segments may be in flight from it. VerbsError.
 
-    What lies on a device is copied straight into it: the ring is pinned for that device too."""
+    Device memory is copied straight into it: the ring is pinned for that device too."""
 
     def __init__(self, nics: Sequence[Nic], slot_size_bytes: int, device: Device | None) -> None:
         self.kind = slot_size_bytes, device
@@ -186,7 +186,7 @@ class _SlotRing:
         return len(self._free) == RING_SLOTS
 
     def fill(self, slab: Slab, start: int, stop: int) -> int:
-        """Copy a segment into a free slot; says which."""
+        """Copy a segment into a free slot; return the slot."""
         slot = self._free.popleft()
         at = slot * self._slot_size_bytes
         slab.read_into(start, stop, [self._memory.view[at : at + stop - start]])
@@ -198,7 +198,7 @@ class _SlotRing:
         self._free.append(slot)
 
     def reset(self) -> None:
-        """Its reader has gone, whatever it had not taken."""
+        """Free all slots: their reader has left."""
         self._free = deque(range(RING_SLOTS))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Over RDMA: the reader's network card reads the source's registered memory, and the source's CPU does nothing.
+"""The transport over RDMA: the reader's network card reads the source's registered memory, the source's CPU is idle.
 
 The messages are those of tcp (stream/), on a TCP connection of its own, with segment headers that mean "ready" and no
 bytes behind them. After StreamOpened the two ends agree on their queue pairs and on memory:
@@ -10,20 +10,20 @@ bytes behind them. After StreamOpened the two ends agree on their queue pairs an
 
 Then the reader reads, one-sided, straight into the target slab's memory. Many reads are in flight, on all rails.
 
-Cut off for real
+Cutting readers off
     A withdrawn offer shuts the TCP connection down. The source's serving thread destroys its queue pairs *before* it
     detaches from the offer, and `Offer.withdraw` returns after that: no read that succeeds can have seen memory its
     owner has touched since. A reader notices the closed connection at once, without waiting for retries to run out.
 
-Kept and used again
-    A slab is registered once and stays so while it lives. A link that ended well leaves its connection, queue pairs and
-    all, to the next link to that source; the source closes the oldest of those that lie idle when there are many.
+Reuse
+    A slab is registered once and stays so while it lives. A link that ended well leaves its connection, with its queue
+    pairs, to the next link to that source; the source closes the oldest idle connections when there are many.
 
-Where it is not possible
-    What cannot be registered at the source (a device's memory without peer memory and dma-buf, more than may be locked)
-    passes through a ring of registered host memory there: the header of a segment says in which slot of the ring it
-    lies, and the reader says Taken. What cannot be registered at the reader is read into such memory and copied from
-    there; so is device memory, on its way through the slab's own pinned buffers. Where not even a ring can be
+Fallbacks
+    Memory that cannot be registered at the source (a device's without peer memory and dma-buf, more than may be locked)
+    passes through a ring of registered host memory there: the header of a segment contains its slot in the ring,
+    and the reader sends Taken. What cannot be registered at the reader is read into such memory and copied from
+    there; so is device memory, by way of the slab's own pinned buffers. Where not even a ring can be
     registered `open` raises NotServable. A source that no rail reaches is remembered for a minute. The log says so.
 
 Configuration: TENSORHUB_RDMA_DEVICES ("mlx5_0,mlx5_1:1", in order; default: the fastest, nearest to the current CUDA
@@ -63,8 +63,8 @@ _log = logging.getLogger(__name__)
 
 
 class RdmaTransport(SocketTransport):
-    """advertise_host, ports: as for tcp, for the control connection. devices, gid_index: None is what the environment
-    says, else chosen here. limits: as for tcp; stall_s also for a read that does not complete."""
+    """A transport over RDMA. advertise_host, ports: as for tcp, for the control connection. devices, gid_index: None:
+    from the environment, else chosen here. limits: as for tcp; stall_s also for a read that does not complete."""
 
     name = "rdma"
 
@@ -78,7 +78,7 @@ class RdmaTransport(SocketTransport):
         limits: TransportLimits = DEFAULT_LIMITS,
         gate: Gate | None = None,
     ) -> None:
-        """UsageError when the devices named are not usable; VerbsError stays inside."""
+        """Open the cards. Raise UsageError when the devices named are not usable; VerbsError stays inside."""
         super().__init__()
         self._host = LOOPBACK if advertise_host is None else check_host(advertise_host)
         self._ports = ports
@@ -105,7 +105,7 @@ class RdmaTransport(SocketTransport):
         ports, reasons = find_ports(gid_index=_configured_gid_index())
         for port in choose_ports(ports, _configured_devices(), _sysfs_of_device()):
             try:
-                Nic(port).close()  # a container may show a card, and not let it be opened
+                Nic(port).close()  # a container may show a card that cannot be opened
                 return None
             except VerbsError as error:
                 reasons.append(str(error))
@@ -113,7 +113,7 @@ class RdmaTransport(SocketTransport):
 
     @staticmethod
     def expected() -> bool:
-        """Whether a card here has a link: that it is not used is worth a warning."""
+        """Return whether a card here has a link: if it is not used, that is worth a warning."""
         return has_link()
 
     def serve(self, shelf: Shelf) -> str:
@@ -148,18 +148,18 @@ class RdmaTransport(SocketTransport):
             connection.close()
         self._memory.clear()
         for nic in self._nics:
-            nic.close()  # once the links that were cut have let go of it
+            nic.close()  # takes effect once the links that were cut have released it
 
     # --- for links ---
 
     @property
     def nics(self) -> list[Nic]:
-        """The network cards in use."""
+        """Return the network cards in use."""
         return self._nics
 
     @property
     def memory(self) -> Registry:
-        """What is registered with them."""
+        """Return the registrations with them."""
         return self._memory
 
     def unreachable(self, endpoint: str, reason: str) -> None:
@@ -170,7 +170,7 @@ class RdmaTransport(SocketTransport):
             self._unreachable[endpoint] = (time.monotonic() + pause_s, reason)
 
     def keep(self, connection: Connection) -> None:
-        """For the next link to the same source."""
+        """Keep the connection for the next link to the same source."""
         surplus: Connection | None = connection
         with self._guard:
             if not self._closed:
@@ -210,6 +210,6 @@ def _configured_gid_index() -> int | None:
 
 
 def _sysfs_of_device() -> str:
-    """Where this thread's CUDA device is in sysfs; "" when CUDA is not in use: nothing is initialized for this."""
+    """Return this thread's CUDA device in sysfs; "" when CUDA is not in use: nothing is initialized for this."""
     address = pci_address()
     return os.path.realpath(f"/sys/bus/pci/devices/{address}") if address else ""

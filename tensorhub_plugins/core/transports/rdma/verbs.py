@@ -1,11 +1,11 @@
-"""Our side of verbs: memory, queue pairs and reads over whichever binding there is (bindings.py).
+"""Memory, queue pairs and reads over whichever binding to verbs is available (bindings.py).
 
-What has to be known about reliable connections
+Facts about reliable connections
     An error anywhere moves the queue pair to its error state for good, and everything behind it is flushed.
     retry_cnt 7 means for ever in soft-RoCE. A peer that is gone shows as RETRY_EXC_ERR after `TIMEOUT` x retries.
     Destroying a queue pair is synchronous: afterwards it neither writes into our memory nor serves it to a peer.
     A memory region does not keep its memory alive: `Registration` does.
-    Nothing waits inside verbs. Whoever waits polls the completion channel's file descriptor.
+    Nothing waits inside verbs. A waiting thread polls the completion channel's file descriptor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MEANING = {
 
 
 class ReadFailed(VerbsError):
-    """A completion with an error. The queue pair is of no use any more. status: verbs' name for it."""
+    """A completion with an error, after which the queue pair is unusable. status: verbs' name for it."""
 
     def __init__(self, status: str) -> None:
         super().__init__(f"a read ended with {status}{_MEANING.get(status, '')}")
@@ -62,7 +62,7 @@ class ReadFailed(VerbsError):
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """What the other end of a queue pair must know to connect to it."""
+    """The data that the other end of a queue pair needs to connect to it."""
 
     queue_pair: int
     packet_number: int
@@ -76,7 +76,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 def why_not(sysfs: Path = SYSFS) -> str | None:
-    """None where verbs can be used; else the reason. Nothing is loaded where there is no device."""
+    """Return None where verbs can be used; else the reason. Nothing is loaded where there is no device."""
     if not sysfs.is_dir() or not any(sysfs.iterdir()):
         return f"there is no RDMA device ({sysfs} is missing or empty)"
     try:
@@ -87,7 +87,7 @@ def why_not(sysfs: Path = SYSFS) -> str | None:
 
 
 def status_name(status: int) -> str:
-    """verbs' name for how a request ended."""
+    """Return verbs' name for a request's completion status."""
     return STATUSES[status] if 0 <= status < len(STATUSES) else f"status {status}"
 
 
@@ -97,7 +97,7 @@ def _translated(doing: str) -> Iterator[None]:
         yield
     except VerbsError:
         raise
-    except Exception as error:  # OSError; pyverbs raises its own class too, and ValueError and TypeError here and there
+    except Exception as error:  # OSError; pyverbs also raises its own class, and sometimes ValueError and TypeError
         raise VerbsError(f"cannot {doing}: {_in_words(error)}") from error
 
 
@@ -117,7 +117,7 @@ def _in_words(error: Exception) -> str:
 
 
 class Memory:
-    """A registered range. address: what reads call its first byte. how: in words, for the log."""
+    """A registered range. address: the address of its first byte in reads. how: in words, for the log."""
 
     def __init__(self, region: Registered, how: str) -> None:
         self._region = region
@@ -134,11 +134,11 @@ class Memory:
 class Nic:
     """One port of a device, opened, and the domain that its memory and queue pairs live in.
 
-    `close` takes effect when the last queue pair has been closed, so that no thread polls what is not there any more.
+    `close` takes effect when the last queue pair has been closed, so that no thread polls a queue that is gone.
     """
 
     def __init__(self, port: Port) -> None:
-        """VerbsError when the device cannot be opened."""
+        """Open the device. Raise VerbsError when that fails."""
         self.port = port
         self._guard = threading.Lock()
         self._users = 0
@@ -152,16 +152,16 @@ class Nic:
             self.reads_served = min(READS_OUTSTANDING_MAX, limits.reads_served_max)
             self.depth = min(RING_DEPTH, limits.requests_max, limits.completions_max - 1)
             try:
-                # Completions of queue pairs that only answer: there are none, but verbs wants a queue for them.
+                # For queue pairs that only answer: they have no completions, but verbs requires a queue.
                 self.idle_queue = self.card.make_queue(1, events=False)
             except BaseException:
                 self.card.close()
                 raise
 
     def register(self, address: int, size_bytes: int, owner: Device | None = None) -> Memory:
-        """Memory that peers may read and that we may read into. owner: the device whose it is. VerbsError.
+        """Register memory that peers may read and we may read into. owner: the device it is on. Raise VerbsError.
 
-        A device's memory is registered like any other where peer memory is there (nvidia-peermem), else as a dma-buf.
+        Device memory is registered like any other where peer memory is available (nvidia-peermem), else as a dma-buf.
         """
         self.acquire()
         try:
@@ -185,14 +185,14 @@ class Nic:
             return Memory(region, "through dma-buf")
 
     def acquire(self) -> None:
-        """Keep the card open for one more user. VerbsError when the transport was closed."""
+        """Keep the card open for one more user. Raise VerbsError when the transport was closed."""
         with self._guard:
             if self._closing:
                 raise VerbsError("the transport was closed")
             self._users += 1
 
     def release(self) -> None:
-        """One user less; the last one closes the card, if the transport was closed."""
+        """Remove one user; the last one closes the card, if the transport was closed."""
         with self._guard:
             self._users -= 1
             last = self._closing and not self._users
@@ -200,7 +200,7 @@ class Nic:
             self._close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the card, once it has no user. Idempotent."""
         with self._guard:
             if self._closing:
                 return
@@ -211,11 +211,11 @@ class Nic:
 
     def _close(self) -> None:
         with contextlib.suppress(Exception):
-            self.card.close()  # and with it all that was made of it
+            self.card.close()  # and with it everything made from it
 
 
 def _open_card(port: Port) -> Card:
-    """By the first binding that can. VerbsError."""
+    """Open the card by the first binding that can. Raise VerbsError."""
     problems = []
     for binding in bindings.usable():
         try:
@@ -229,7 +229,7 @@ class QueuePair:
     """One end of a reliable connection; the source's ends are only this."""
 
     def __init__(self, nic: Nic, queue: Queue | None = None, depth: int = 1) -> None:
-        """queue: for completions; None for an end that only answers."""
+        """Make a queue pair. queue: for completions; None for an end that only answers."""
         self.nic = nic
         self._closed = False
         self._guard = threading.Lock()
@@ -244,7 +244,7 @@ class QueuePair:
         self.endpoint = Endpoint(self._pair.number, packet_number, nic.port.gid, nic.lid, nic.mtu, nic.reads_served)
 
     def connect(self, peer: Endpoint) -> None:
-        """Ready to read from and to be read by this peer, who has to do the same. Local: the peer is not asked."""
+        """Make it ready to read from and be read by this peer, which has to do the same. Nothing is sent."""
         nic = self.nic
         way = Way(
             queue_pair=peer.queue_pair,
@@ -261,19 +261,19 @@ class QueuePair:
             self._pair.connect(way)
 
     def post(self, reads: Sequence[Read]) -> None:
-        """Begin these reads. VerbsError."""
+        """Begin these reads. Raise VerbsError."""
         with _translated("post reads"):
             self._pair.post(reads)
 
     def abort(self) -> None:
-        """To the error state: nothing is served or received over it any more. From any thread; idempotent."""
+        """Move it to the error state: nothing is served or received over it any more. From any thread; idempotent."""
         with self._guard:
             if not self._closed:
                 with contextlib.suppress(Exception):
                     self._pair.abort()
 
     def close(self) -> None:
-        """To the error state and away: when it returns, the device touches no memory for it. Idempotent."""
+        """Destroy it, by way of the error state: when this returns, the device touches no memory for it. Idempotent."""
         self.abort()
         with self._guard:
             if self._closed:
@@ -290,31 +290,31 @@ class QueuePair:
 
 
 class Ring(Generic[Token]):
-    """How many more reads a queue pair takes, and whose end a completion means.
+    """The free slots of a queue pair's send queue, and the reads that each completion ends.
 
-    Only some requests ask for a completion: the last of each read that somebody waits for, and one whenever half the
-    ring has been posted without. Completions of one queue pair come in order, so that one stands for all before it.
+    Only some requests ask for a completion: the last of each read that a caller waits for, and one whenever half the
+    ring has been posted without. Completions of one queue pair come in order, so one stands for all before it.
     """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._posted = 0
         self._done = 0
-        self._silent = 0  # posted since the last that asks for a completion
+        self._silent = 0  # posted since the last one that asks for a completion
         self._ends: deque[tuple[int, Token]] = deque()
 
     @property
     def room(self) -> int:
-        """How many more may be posted."""
+        """Return how many more may be posted."""
         return self.depth - (self._posted - self._done)
 
     @property
     def busy(self) -> bool:
-        """Whether any that was posted has not completed."""
+        """Return whether any that was posted has not completed."""
         return self._posted > self._done
 
     def post(self, token: Token | None) -> tuple[int, bool]:
-        """Take a slot: (number of this request, whether to ask for a completion). token: what ends with it."""
+        """Take a slot; return (number of this request, whether to ask for a completion). token: what ends with it."""
         if not self.room:
             raise AssertionError("the ring is full")
         self._posted += 1
@@ -327,7 +327,7 @@ class Ring(Generic[Token]):
         return self._posted, signaled
 
     def complete(self, number: int) -> list[Token]:
-        """What has ended with this request and those before it."""
+        """Return the tokens that end with this request and those before it."""
         if not self._done < number <= self._posted:
             raise AssertionError(f"request {number} completed after {self._done}")
         self._done = number
@@ -366,7 +366,7 @@ class ReadQueuePair(Generic[Token]):
 
     @property
     def busy(self) -> bool:
-        """Whether any read has not completed."""
+        """Return whether any read has not completed."""
         return bool(self._waiting) or self._ring.busy
 
     def submit(self, reads: Iterable[ReadRequest], token: Token) -> None:
@@ -375,7 +375,7 @@ class ReadQueuePair(Generic[Token]):
         self._post()
 
     def poll(self) -> list[Token]:
-        """What has been read completely since the last call; posts what waits for room. ReadFailed."""
+        """Return the tokens of reads completed since the last call; post waiting ones. Raise ReadFailed."""
         ended: list[Token] = []
         while True:
             with _translated("poll for completions"):
@@ -391,8 +391,8 @@ class ReadQueuePair(Generic[Token]):
         return ended
 
     def arm(self) -> bool:
-        """Make `fd` readable with the next completion; False: it was asked to already. True: poll before you wait, as
-        the completion may have come before."""
+        """Make `fd` readable with the next completion. Return False if that was requested already; True: poll before
+        waiting, as the completion may have come before."""
         if self._armed:
             return False
         with _translated("ask for a completion event"):
@@ -401,13 +401,13 @@ class ReadQueuePair(Generic[Token]):
         return True
 
     def take_event(self) -> None:
-        """After `fd` was readable."""
+        """Consume the event after `fd` was readable."""
         self._armed = False
         with _translated("take a completion event"):
             self._queue.take_event()
 
     def close(self) -> None:
-        """No read arrives any more when this returns. Idempotent."""
+        """Close it: when this returns no read arrives any more. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -431,7 +431,7 @@ class ReadQueuePair(Generic[Token]):
 
 
 def open_nics(ports: Sequence[Port], make: Callable[[Port], Nic] = Nic) -> list[Nic]:
-    """Those of these ports that open. VerbsError when none does."""
+    """Return those of these ports that open. Raise VerbsError when none does."""
     nics, problems = [], []
     for port in ports:
         try:

@@ -1,1 +1,1 @@
-"""Within one host: shared memory, and live tensors read by their addresses."""
+"""The transport within one host: shared memory, and live tensors read by their addresses."""

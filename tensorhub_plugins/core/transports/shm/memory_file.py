@@ -2,8 +2,8 @@
 
 Memory that is read once is read with preadv, which is faster than the page faults of a mapping, scatters into thousands
 of tiny tensors in one call, and fails where a file is cut. A trainer writes every version into the same few slabs:
-memory that is read again is mapped, as long as its owner has it (`MappingCache`): that makes one copy at memcpy's speed
-of it.
+memory that is read again is mapped, for as long as its owner keeps it (`MappingCache`): a read is then one copy at
+memcpy's speed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tensorhub_plugins.core.memory.pinning import Pinned, pin_lent
 from tensorhub_plugins.core.transports.kept import Kept
 from tensorhub_plugins.core.transports.stream.channel import IOV_MAX, remaining_buffers
 
-PIECES_MAX = 16  # of a copy from a mapping: each takes a call from here, where preadv takes one for all of them
-MAPPINGS_MAX = 32  # slabs that a reader reads again: a few of each shard's trainer, and of peers
+PIECES_MAX = 16  # for a copy from a mapping, which takes one call a piece, where preadv takes one for all
+MAPPINGS_MAX = 32  # slabs that a reader reads repeatedly: a few of each shard's trainer, and of peers
 
-_Identity: TypeAlias = "tuple[int, int, int]"  # of a file: device, inode, size
+_Identity: TypeAlias = "tuple[int, int, int]"  # a file's device, inode, size
 
 
 class MemoryFile:
     """A stream of bytes in an allocated block."""
 
     def __init__(self, manifest: Manifest, fd: int, mapped: memoryview | None = None) -> None:
-        """Takes `fd` over. mapped: all of it. ProtocolError when the file is not what the manifest says."""
+        """Take `fd` over. mapped: all of the file. Raise ProtocolError when it does not match the manifest."""
         self._fd = fd
         self._mapped = mapped
         self._spans = manifest.tensors.spans
@@ -50,7 +50,7 @@ class MemoryFile:
             raise ProtocolError(f"the source's memory has {size_bytes} bytes, its manifest needs {extent}")
 
     def read(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
-        """Fill the views with the stream's bytes [start, stop). ProtocolError where the file ends early."""
+        """Fill the views with the stream's bytes [start, stop). Raise ProtocolError where the file ends early."""
         index = bisect_right(self._starts, start) - 1
         span = self._spans[index]
         if stop <= span.start + span.size_bytes:  # nearly always
@@ -85,7 +85,7 @@ class MemoryFile:
 
 
 def _take(pending: deque[memoryview], size_bytes: int) -> list[memoryview]:
-    """The first `size_bytes` of the views, taken off them."""
+    """Remove the first `size_bytes` of the views, and return them."""
     taken = []
     while size_bytes:
         view = pending.popleft()
@@ -107,7 +107,7 @@ class _Mapping:
         self.kept: KeptFromChildren | None = None
 
     def map(self, fd: int, size_bytes: int) -> memoryview | None:
-        # Out of address space, or of mappings: preadv needs none. ValueError: an empty file has nothing to map.
+        # OSError: out of address space, or of mappings; preadv needs none. ValueError: the file is empty.
         if self.memory is None:
             with contextlib.suppress(OSError, ValueError):
                 mapped = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
@@ -115,7 +115,7 @@ class _Mapping:
         return self.memory
 
     def pin(self, device: Device | None) -> None:
-        """For this device, in the background, if that was not done before."""
+        """Pin it for this device, in the background, unless that was done before."""
         if self.pinned is None and device is not None and self.memory is not None:
             self.pinned = pin_lent(bytes_over(self.memory), device)
 
@@ -125,20 +125,20 @@ class _Mapping:
 
 
 class MappingCache:
-    """What this process keeps mapped of others, each as long as its owner has it. Thread-safe."""
+    """The files of other processes that this one keeps mapped, each as long as its owner keeps it. Thread-safe."""
 
     def __init__(self, map_from: int = 2) -> None:
-        """map_from: at which access memory is mapped."""
+        """Make a cache. map_from: at which access memory is mapped."""
         self._map_from = map_from
         self._guard = threading.Lock()
         self.kept: Kept[_Identity, _Mapping] = Kept("tensorhub-shm-mappings", MAPPINGS_MAX)
 
     def __len__(self) -> int:
-        """How many are mapped."""
+        """Return how many are mapped."""
         return sum(mapping.memory is not None for mapping in self.kept.values())
 
     def get_or_map(self, fd: int, owner_liveness_fd: int) -> memoryview | None:
-        """All bytes of this file, if it is worth it and safe to map it. Takes over `owner_liveness_fd`, not `fd`."""
+        """Return all bytes of this file, if mapping it pays and is safe. Takes over `owner_liveness_fd`, not `fd`."""
         if not _is_sealed(fd):
             os.close(owner_liveness_fd)
             return None
@@ -153,10 +153,10 @@ class MappingCache:
     def borrow(
         self, fd: int, owner_liveness_fd: int, loan: Loan, device: Device | None, *, is_shared: bool
     ) -> Borrowed | None:
-        """All of this file's memory, to be used where it lies; None where it is not safe to map it.
+        """Return all of this file's memory, to be used in place; None where it is not safe to map it.
 
-        is_shared: nobody writes to it here: it is mapped once, kept like what is read, and pinned for the device. Else
-        whoever writes to it, some model's loader, has the pages that it has changed for itself.
+        is_shared: it is not written to here: it is mapped once, kept like what is read, and pinned for the device. Else
+        the mapping is private: a writer, some model's loader, gets its own copy of the pages that it changes.
         """
         if not _is_sealed(fd):
             return None
@@ -170,18 +170,16 @@ class MappingCache:
                 shared = mapping.map(fd, os.fstat(fd).st_size)
                 if shared is not None:
                     mapping.pin(device)
-                    # What is pinned, or being mapped, stays as it is until the last tensor over it has gone.
+                    # The pinned mapping stays until the last tensor over it is gone.
                     memory, pinned = bytes_over(shared, loan, mapping), mapping.pinned
         if memory is None:
             return None
         borrowed = Borrowed(memory, os.dup(fd), -1, loan, pinned)
-        borrowed.owner_liveness_fd = os.dup(
-            owner_liveness_fd
-        )  # when there is none left, `borrowed` lets go of the other
+        borrowed.owner_liveness_fd = os.dup(owner_liveness_fd)  # if that fails, `borrowed` closes the other one
         return borrowed
 
     def close(self) -> None:
-        """Idempotent. What is being read stays until it has been."""
+        """Drop all mappings; those in use stay until they are released. Idempotent."""
         self.kept.close()
 
 
@@ -191,7 +189,7 @@ def _identity(fd: int) -> _Identity:
 
 
 def _is_sealed(fd: int) -> bool:
-    """Whether the file can never become shorter: one that does kills who has it mapped."""
+    """Return whether the file can never become shorter: shrinking it would kill every process that has it mapped."""
     try:
         return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:

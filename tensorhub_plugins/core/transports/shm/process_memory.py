@@ -1,8 +1,8 @@
 """The memory of another process of this host, read by address: one copy, from its tensors straight into ours.
 
-process_vm_readv asks for the right to trace that process: the same user, and no security module against it. Where Yama
-stands guard (kernel.yama.ptrace_scope=1, the default of several distributions) a process says itself who may:
-`let_others_read`. Where it is forbidden altogether, `ProcessMemory.probe` finds out and another way is taken.
+process_vm_readv needs the right to trace that process: the same user, and no security module that forbids it. With Yama
+(kernel.yama.ptrace_scope=1, the default of several distributions) a process has to permit it: `let_others_read`. Where
+it is forbidden altogether, `ProcessMemory.probe` detects that, and another way is taken.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ProcessMemory:
     """A stream of bytes that lies in pieces in the memory of process `pid`."""
 
     def __init__(self, pid: int, extents: bytes, size_bytes: int) -> None:
-        """extents: as `pack` made them. ProtocolError when they are not `size_bytes` long together."""
+        """Parse the extents, as `pack` made them. Raise ProtocolError unless they are `size_bytes` long in total."""
         self._pid = pid
         if len(extents) % 16:
             raise ProtocolError("the source says in a way that cannot be read where its memory lies")
@@ -40,7 +40,7 @@ class ProcessMemory:
         self._starts = ends - self._extents[:, 1]
 
     def probe(self) -> None:
-        """Read one byte at either end. OSError when it cannot be read: PermissionError when nothing of it ever can."""
+        """Read one byte at either end. Raise OSError if that fails: PermissionError when it can never be read."""
         byte = memoryview(bytearray(1))
         for address, size_bytes in self._extents[[0, -1]] if len(self._extents) else ():
             if size_bytes:
@@ -63,16 +63,16 @@ class ProcessMemory:
             theirs, mine = _after(theirs, count), _after(mine, count)
 
     def close(self) -> None:
-        """For those who treat it like a file."""
+        """Do nothing: for callers that treat it like a file."""
 
 
 def pack(extents: Extents | Sequence[tuple[int, int]]) -> bytes:
-    """For the wire."""
+    """Encode the extents for the wire."""
     return np.asarray(extents, "<u8").tobytes()
 
 
 def available() -> bool:
-    """Whether this system has the call at all."""
+    """Return whether this system has the call at all."""
     return hasattr(_libc(), "process_vm_readv")
 
 
@@ -87,7 +87,7 @@ def let_others_read(yama_scope: Path = YAMA_SCOPE) -> None:
 
 
 def _read(pid: int, theirs: Extents, mine: Extents) -> int:
-    """How many bytes were copied: as many as the shorter side has, or fewer where memory ends."""
+    """Return how many bytes were copied: as many as the shorter side has, or fewer where memory ends."""
     count = _libc().process_vm_readv(
         ctypes.c_int(pid),
         ctypes.c_void_p(mine.ctypes.data),
@@ -103,13 +103,13 @@ def _read(pid: int, theirs: Extents, mine: Extents) -> int:
 
 
 def extents_of(views: Sequence[memoryview]) -> Extents:
-    """Where these lie in this process's memory; they must outlive the use of it."""
+    """Return the addresses of these views in this process; the views must outlive their use."""
     places = [(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view)) for view in views if len(view)]
     return np.array(places, np.uint64).reshape(-1, 2)
 
 
 def _after(extents: Extents, count: int) -> Extents:
-    """What is left of them behind their first `count` bytes."""
+    """Return what is left of the extents after their first `count` bytes."""
     ends = extents[:, 1].cumsum(dtype=np.uint64)
     done = int(ends.searchsorted(count, "right"))
     if done == len(extents):

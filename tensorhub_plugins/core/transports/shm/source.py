@@ -1,4 +1,4 @@
-"""The source's end of shm: passes its slab's file on, tells the addresses of adopted memory, or makes a shared copy."""
+"""The source's end of shm: sends its slab's file, the addresses of adopted memory, or makes a shared copy."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tensorhub_plugins.core.transports.stream.unix_socket import check_owner
 from tensorhub_plugins.core.types import CHECKPOINT
 
 ADOPTED = "its tensors lie in memory that was adopted, or cannot be shared"
-READY_MAX = 4096  # segments in one word of the source: to say it for each takes time from those that copy
-COPY_AHEAD = 8  # while its reader copies these the source copies the next ones into the shared copy
-SHARED_COPY_READERS = 3  # at a time: to copy from a mapping is so much cheaper for each that it pays for a copy before
+READY_MAX = 4096  # segments in one message: one message each would take time from those that copy
+COPY_AHEAD = 8  # while its reader copies these the source puts the next ones into the shared copy
+SHARED_COPY_READERS = 3  # at a time: copying from a mapping is so much cheaper for each that it pays for the extra copy
 
 
 class ShmSource(SourceBackend):
-    """Serves memory of this host by its file, by its addresses, or by a shared copy of it."""
+    """A backend that serves memory to this host by its file, by its addresses, or by a shared copy."""
 
     name = "shm"
 
@@ -39,7 +39,7 @@ class ShmSource(SourceBackend):
         self._refused_at: weakref.WeakKeyDictionary[Offer, float] = weakref.WeakKeyDictionary()
         self._copies: weakref.WeakKeyDictionary[Offer, SharedCopy] = weakref.WeakKeyDictionary()
         self._reading: dict[Channel, Offer] = {}  # through a shared copy
-        self._idle: SharedCopy | None = None  # nobody reads from it now, and several did
+        self._idle: SharedCopy | None = None  # not read now, but several readers used it
         self._idle_timer: threading.Timer | None = None
 
     def refusal(self, offer: Offer) -> str | None:
@@ -48,7 +48,7 @@ class ShmSource(SourceBackend):
         with self._guard:
             now = time.monotonic()
             refused_at = self._refused_at.get(offer)
-            together = offer.slab.device is not None or (  # each reader would copy from there: one does it for all
+            together = offer.slab.device is not None or (  # each reader would copy from the device: one copy serves all
                 refused_at is not None and (bool(offer.active_readers) or now - refused_at < self._limits.together_s)
             )
             if self._copy_of(offer, several=together):
@@ -68,12 +68,12 @@ class ShmSource(SourceBackend):
     def lends(self, offer: Offer) -> bool:
         if offer.slab.shared_fd is not None:
             return True
-        if offer.key.layout == CHECKPOINT:  # its readers want parts of it, or put parts together
+        if offer.key.layout == CHECKPOINT:  # its readers want parts of it, or assemble parts
             return False
         with self._guard:
             shared = self._copy_of(offer, several=True)
             if shared is not None:
-                shared.together = SHARED_COPY_READERS  # it is worth keeping for the next borrower
+                shared.together = SHARED_COPY_READERS  # worth keeping for the next borrower
         return shared is not None
 
     def send_memory(self, channel: Channel, offer: Offer, deadline: float, *, lends: bool = False) -> None:
@@ -89,8 +89,8 @@ class ShmSource(SourceBackend):
         fd, liveness_fd = slab.shared_fd, slab.owner_liveness_fd
         if fd is None or liveness_fd is None:
             raise SourceLost("the slab was closed", version=offer.version)
-        with ExitStack() as ours:  # also where there is no descriptor for the loan any more
-            readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # a reader shall not be able to write
+        with ExitStack() as ours:  # also if the system has no descriptor left for the loan
+            readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # readers must not be able to write
             ours.callback(os.close, readable)
             sent = [readable, liveness_fd]
             if lends:
@@ -112,7 +112,7 @@ class ShmSource(SourceBackend):
 
     def on_reader_done(self, channel: Channel, *, ended: bool) -> None:
         if ended:
-            channel.cut()  # before its memory is used again: whoever still copies from it finds out
+            channel.cut()  # before its memory is reused: a reader that still copies from it detects that
         with self._guard:
             offer = self._reading.pop(channel, None)
             shared = self._copies.get(offer) if offer is not None else None
@@ -141,18 +141,18 @@ class ShmSource(SourceBackend):
                 self._take_idle(close=True)
 
     def _take_idle(self, *, close: bool = False) -> SharedCopy | None:
-        """The caller holds `_guard`."""
+        """Take the idle copy, if there is one. The caller holds `_guard`."""
         shared, self._idle = self._idle, None
         if self._idle_timer is not None:
             self._idle_timer.cancel()
-            self._idle_timer = None  # it holds the copy, and this source
+            self._idle_timer = None  # it refers to the copy, and to this source
         if shared is not None and close:
             shared.slab.close()
         return shared
 
     def _copy_of(self, offer: Offer, *, several: bool) -> SharedCopy | None:
-        """The caller holds `_guard`. The copy of this offer to read from: where there is one, or memory for one, or if
-        `several` want to read at the same time."""
+        """Return the shared copy of this offer to read from: an existing one, one in idle memory, or a new one if
+        `several` want to read at the same time. The caller holds `_guard`."""
         shared = self._copies.get(offer)
         if shared is None and offer.slab.kind != "allocated":
             if self._idle is not None and self._idle.may_be_of(offer):
@@ -166,7 +166,7 @@ class ShmSource(SourceBackend):
 
 
 class SharedCopy:
-    """A shareable copy of a shard that lies in no file of its own, made as it is read."""
+    """A shareable copy of a shard that has no file of its own, filled as it is read."""
 
     def __init__(self, offer: Offer) -> None:
         device = offer.slab.device
@@ -175,20 +175,20 @@ class SharedCopy:
         self._of: weakref.ref[Offer] | None = None
 
     def may_be_of(self, offer: Offer) -> bool:
-        """Whether its memory can become a copy of this one: it is, or nobody uses what it is a copy of."""
+        """Return whether its memory can hold a copy of this offer: it does already, or the memory is not in use."""
         is_same = self._of is not None and self._of() is offer
         return self.slab.specs == offer.manifest.tensors and (is_same or not self.slab.is_lent)
 
     def begin(self, offer: Offer) -> None:
-        """Be a copy of this one from now on; what was copied of it before is not copied again."""
-        self.together = 0  # readers at a time, those of the offer's own memory too
+        """Become a copy of this offer; what it already holds of it is not copied again."""
+        self.together = 0  # the most simultaneous readers, including those of the offer's own memory
         if self._of is None or self._of() is not offer:
             self._of = weakref.ref(offer)
             self._locks = [threading.Lock() for _ in range(offer.manifest.segment_count)]
             self._copied = bytearray(offer.manifest.segment_count)
 
     def copy(self, offer: Offer, start: int, stop: int) -> None:
-        """Once for all readers; the others wait for it."""
+        """Copy a segment once for all readers; the others wait for it."""
         segment = start // offer.manifest.segment_size_bytes
         with self._locks[segment]:
             if not self._copied[segment]:

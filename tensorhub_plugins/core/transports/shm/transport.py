@@ -1,17 +1,17 @@
-"""Between processes of one host: the reader copies once, from the source's memory into its own.
+"""The transport between processes of one host: the reader copies once, from the source's memory into its own.
 
-The same host is where the source's UNIX socket can be reached (unix_socket.py). The messages are those of tcp, but the
-source says which segments are ready and sends no bytes. Where the reader copies from:
+"The same host" means that the source's UNIX socket can be reached (unix_socket.py). The messages are those of tcp, but
+the source announces ready segments and sends no bytes. How a reader gets the bytes:
 
 * An allocated slab is a memfd, which the source passes over the socket, opened read-only (memory_file.py).
-* A reader that asks for a loan maps that file and uses it where it lies, for as long as it likes (memory/loans.py): it
+* A reader that asks for a loan maps that file and uses it in place, for as long as it needs (memory/loans.py): it
   copies nothing, and the segments are only digested.
 * Adopted memory is read by its addresses, where the system lets one process read another's (process_memory.py).
   Where it does not, the first reader is sent away, to tcp.
 * For several readers at a time, from the third on (the second, where addresses are forbidden), the source copies the
-  shard into a slab of its own while they read, segment by segment as the first of them gets there. Where three did read
-  it, that memory is kept for the next version, which all of them then read from a mapping: one copy for all and the
-  cheapest one for each.
+  shard into a slab of its own while they read, segment by segment as the first of them gets there. Once three have
+  read it, that memory is kept for the next version, which all of them then read from a mapping: one copy for all and
+  the cheapest one for each.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
 SCHEME = "shm://"
 COPY_THREADS_MAX = 4  # one core copies at 5.6 GB/s here and two at 9.2
-COPY_SIZE_BYTES = 8 << 20  # for a thread at a time: to hand it a copy and to take it back costs as much as 1 MB of it
-CALL_SIZE_BYTES = 2 << 20  # of small segments by one call; what it has copied is digested from the cache
+COPY_SIZE_BYTES = 8 << 20  # per thread: handing a copy over and back costs as much as copying 1 MB
+CALL_SIZE_BYTES = 2 << 20  # of small segments in one call; its bytes are then digested from the cache
 
 FORBIDDEN = (
     "the memory of other processes cannot be read here: allow that (ptrace scope, seccomp, the same user), or publish "
@@ -62,8 +62,8 @@ _log = logging.getLogger(__name__)
 
 
 class ShmTransport(SocketTransport):
-    """copy_threads: None picks by the number of cores. map_from: which time it reads the same shared memory it maps it,
-    and keeps it mapped as long as its owner has it. limits: as for tcp; also how long a shared copy is kept."""
+    """A transport within one host. copy_threads: None picks by the number of cores. map_from: at which access shared
+    memory is mapped, for as long as its owner keeps it. limits: as for tcp; also how long a shared copy is kept."""
 
     name = "shm"
 
@@ -77,11 +77,11 @@ class ShmTransport(SocketTransport):
     ) -> None:
         super().__init__()
         self._copy_threads = copy_threads or min(COPY_THREADS_MAX, cores())
-        self._by_address = _process.available()  # until it turns out to be forbidden
+        self._by_address = _process.available()  # until it proves to be forbidden
         self._limits = limits
         self._gate = gate
         self._mappings = MappingCache(map_from)
-        self._device = here()  # for which borrowed memory is pinned: the threads that read have none of their own
+        self._device = here()  # borrowed memory is pinned for it: the threads that read have none of their own
         self._pool: ThreadPoolExecutor | None = None
 
     @staticmethod
@@ -128,7 +128,7 @@ class ShmTransport(SocketTransport):
 
 
 class ShmLink(SocketLink):
-    """Copies several segments at a time, in the transport's threads."""
+    """A link that copies several segments at a time, in the transport's threads."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class ShmLink(SocketLink):
         self._mappings = mappings
         self._device = device
         self._pid = unix_socket.peer_of(channel.sock)[0]
-        self._by_address = by_address and self._pid > 0  # 0: it lives in another namespace of processes
+        self._by_address = by_address and self._pid > 0  # 0: it is in another PID namespace
         self._why_not = FORBIDDEN if self._pid > 0 else OTHER_PROCESSES
         self._forbidden = forbidden
         self._block: MemoryFile | _process.ProcessMemory | None = None
@@ -153,7 +153,7 @@ class ShmLink(SocketLink):
 
     def _dispose(self) -> None:
         super()._dispose()
-        self._loan = None  # given back, unless it was taken
+        self._loan = None  # returned, unless it was taken
         if self._block is not None:
             self._block.close()
 
@@ -203,7 +203,7 @@ class ShmLink(SocketLink):
         at_once = max(1, CALL_SIZE_BYTES // manifest.segment_size_bytes)
 
         def copy(segments: list[int]) -> list[int]:
-            if plan.target.borrowed is not None and plan.target.borrowed is loan:  # they lie where they are to be
+            if plan.target.borrowed is not None and plan.target.borrowed is loan:  # they are in place already
                 for segment in segments:
                     plan.look_at(segment)
                 return segments
@@ -218,12 +218,12 @@ class ShmLink(SocketLink):
 
 
 def _copy(block: MemoryFile | _process.ProcessMemory, manifest: Manifest, plan: ReadPlan, segments: range) -> None:
-    """By one call, where the system has it."""
+    """Copy these segments by one call, where the system supports that."""
     start, stop = manifest.segment_range(segments[0])[0], manifest.segment_range(segments[-1])[1]
     with ExitStack() as stack:
         views = [view for segment in segments for view in stack.enter_context(plan.receiving(segment))]
         if isinstance(block, MemoryFile):
             block.read(start, stop, views)
         else:
-            into = plan.addresses(start, stop)  # to ask thousands of views for it would take milliseconds
+            into = plan.addresses(start, stop)  # asking thousands of views for it would take milliseconds
             block.read(start, stop, _process.extents_of(views) if into is None else into)

@@ -1,1 +1,1 @@
-"""What tcp, shm and rdma share: a stream of messages between a reader and a source."""
+"""The stream of messages between a reader and a source that tcp, shm and rdma share."""

@@ -1,4 +1,4 @@
-"""The segments of one read that the source announces and the reader's own threads copy: shm, cuda_ipc.
+"""A read whose segments the source announces and the reader's own threads copy: shm, cuda_ipc.
 
 A cut-off source cannot take its memory back. It closes the connection before its owner touches the memory, so a reader
 that finds its connection open after copying a segment has copied the published bytes.
@@ -17,12 +17,12 @@ from tensorhub_plugins.core.transports.stream.channel import Disconnected
 from tensorhub_plugins.core.transports.stream.link import SocketLink
 from tensorhub_plugins.core.transports.stream.messages import READY
 
-WINDOW = 8  # copies under way or waiting to be yielded; what a given-up read still has to wait for
+WINDOW = 8  # copies under way or waiting to be yielded; an abandoned read still has to wait for them
 
 
 class AnnouncedStream:
-    """A `SegmentStream` over the link's one connection. copy: some segments, in a thread of the pool; batch: how many
-    at most."""
+    """A `SegmentStream` over the link's one connection. copy: copies some segments, in a thread of the pool; batch: how
+    many at most."""
 
     window = WINDOW
 

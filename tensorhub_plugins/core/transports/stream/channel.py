@@ -1,6 +1,6 @@
 """One connection of a socket transport, either end: buffers, frames, messages and open files, each with a deadline.
 
-Waiting is done by the kernel: blocking sockets with SO_RCVTIMEO and SO_SNDTIMEO, which let one call move megabytes
+The kernel does the waiting: blocking sockets with SO_RCVTIMEO and SO_SNDTIMEO, which let one call move megabytes
 without the GIL and without a poll before each piece. Another thread ends such a wait with shutdown().
 """
 
@@ -26,7 +26,7 @@ from tensorhub_plugins.core.transports.stream.messages import CONTROL, HEADER
 from tensorhub_plugins.core.types import DECODE_ERRORS
 
 DESCRIPTOR = b"F"
-CHUNK_SIZE_BYTES = 1 << 20  # a control message is allocated as it arrives, not as it is announced
+CHUNK_SIZE_BYTES = 1 << 20  # a control message is allocated as it arrives, not by its announced size
 IOV_MAX = 1024  # Linux' limit of buffers in one sendmsg, recvmsg or process_vm_readv
 
 _Buffer = TypeVar("_Buffer", bound=bytes | memoryview)
@@ -39,7 +39,7 @@ class Disconnected(Exception):
 
 
 class Stranger(Disconnected):
-    """The other side cannot show that it is one of us."""
+    """The other side cannot prove that it belongs to the run."""
 
 
 class Silent(Exception):
@@ -47,7 +47,7 @@ class Silent(Exception):
 
 
 def remaining_buffers(views: list[_Buffer], count: int) -> list[_Buffer]:
-    """What is left of these buffers after their first `count` bytes; empty when that is all of them."""
+    """Return what is left of these buffers after their first `count` bytes; empty when that is all of them."""
     if count == sum(map(len, views)):  # nearly always, since the kernel waits for all
         return []
     done = 0
@@ -62,29 +62,29 @@ def remaining_buffers(views: list[_Buffer], count: int) -> list[_Buffer]:
 class Channel:
     """A connected stream socket that fills and sends lists of buffers, each call with a deadline (None: no end).
 
-    Not thread-safe but for `cut`, which ends whatever wait another thread is in.
+    Not thread-safe but for `cut`, which ends any wait of another thread.
     """
 
     def __init__(self, sock: socket.socket, peer: str, *, stall_s: float) -> None:
         sock.setblocking(True)
         self.sock = sock
         self.peer = peer
-        self.nonce = b""  # of this connection; the source's
-        self.waited = False  # the source had to wait for the segment whose header came last
-        self.has_offer = False  # at the source: its reader has one open
-        self.is_given_up = False  # its place was given to another
+        self.nonce = b""  # this connection's, chosen by the source
+        self.waited = False  # the source had to wait for the segment of the last header
+        self.has_offer = False  # at the source: its reader has an offer open
+        self.is_given_up = False  # its slot was given to another reader
         self._stall_s = stall_s
         self._allowed: dict[int, tuple[int, int]] = {}  # seconds and microseconds, by option
         self._guard = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN | getattr(select, "POLLRDHUP", 0))
         weakref.finalize(self, sock.close).atexit = False  # a link that is dropped keeps no descriptor
-        close_in_children(sock)  # the other side is to notice when we die, whoever we have forked
+        close_in_children(sock)  # the other side must notice when we die, even if a forked child lives on
 
     # both ends
 
     def send(self, views: Sequence[bytes | memoryview], deadline: float | None) -> None:
-        """Send all of these bytes, straight from where they are."""
+        """Send all of these bytes, straight from their memory."""
         at = 0
         while at < len(views):
             batch = list(views[at : at + IOV_MAX])
@@ -100,7 +100,7 @@ class Channel:
                 batch = remaining_buffers(batch, count)
 
     def fill(self, views: Sequence[memoryview], deadline: float | None) -> None:
-        """Receive exactly as many bytes as fit, straight to where they belong."""
+        """Receive exactly as many bytes as fit, straight into their place."""
         at = 0
         while at < len(views):
             batch = list(views[at : at + IOV_MAX])
@@ -129,7 +129,7 @@ class Channel:
             raise Disconnected(str(error)) from error
 
     def receive_descriptors(self, count: int, deadline: float) -> list[int]:
-        """The files that `send_descriptors` passes; the caller owns them."""
+        """Receive the files that `send_descriptors` passes; the caller owns them."""
         self._allow(socket.SO_RCVTIMEO, deadline)
         room = socket.CMSG_LEN(count * struct.calcsize("i"))  # the kernel closes what does not fit
         try:
@@ -149,18 +149,18 @@ class Channel:
         if data != DESCRIPTOR or len(fds) != count:
             for fd in fds:
                 os.close(fd)
-            if flags & socket.MSG_CTRUNC and len(fds) < count:  # they came, and there is no room for them here
+            if flags & socket.MSG_CTRUNC and len(fds) < count:  # they were sent, but we have none left
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             raise ProtocolError(f"{len(fds)} files came where {count} should, with the source's memory")
         return fds
 
     def send_message(self, message: msgspec.Struct, deadline: float | None) -> None:
-        """Send one control message. SourceLost at the deadline (None: there is none), or when the peer is gone."""
+        """Send one control message. Raise SourceLost at the deadline (None: none), or when the peer is gone."""
         body = _encoder.encode(message)
         self.send([HEADER.pack(CONTROL, 0, 0, len(body)), body], deadline)
 
     def receive_message(self, decoder: msgspec.msgpack.Decoder[_Message], limit: int, deadline: float) -> _Message:
-        """The next frame, which has to be a control message of at most `limit` bytes. ProtocolError."""
+        """Receive a frame, which must be a control message of at most `limit` bytes. Raise ProtocolError."""
         kind, _, length = self.receive_header(deadline)
         if kind != CONTROL:
             raise ProtocolError(f"a frame of kind {kind} where a message should be")
@@ -169,14 +169,14 @@ class Channel:
     def receive_rest(
         self, decoder: msgspec.msgpack.Decoder[_Message], length: int, limit: int, deadline: float
     ) -> _Message:
-        """The control message whose header was received already. ProtocolError."""
+        """Receive the control message whose header was received already. Raise ProtocolError."""
         try:
             return decoder.decode(self.receive_body(length, limit, deadline))
         except DECODE_ERRORS as error:
             raise ProtocolError(f"a message that does not decode: {error}") from error
 
     def receive_header(self, deadline: float | None) -> tuple[int, int, int]:
-        """(kind, segment, length) of the next frame."""
+        """Return (kind, segment, length) of the next frame."""
         header = bytearray(HEADER.size)
         self.fill([memoryview(header)], deadline)
         kind, waited, segment, length = HEADER.unpack(header)
@@ -184,7 +184,7 @@ class Channel:
         return kind, segment, length
 
     def receive_request(self, begins_by: float | None, whole_s: float) -> tuple[int, int, int]:
-        """`receive_header` of a request that may be long in coming; once it has begun it has `whole_s` to come."""
+        """Do as `receive_header` for a request that may be long in coming; once begun, it has `whole_s` to arrive."""
         header = bytearray(HEADER.size)
         self.fill([memoryview(header)[:1]], begins_by)
         self.fill([memoryview(header)[1:]], time.monotonic() + whole_s)
@@ -192,7 +192,7 @@ class Channel:
         return kind, segment, length
 
     def receive_body(self, length: int, limit: int, deadline: float | None) -> bytearray:
-        """The rest of a control message. What a liar announces and does not send is never allocated."""
+        """Receive the rest of a control message. Bytes that are announced but never sent are never allocated."""
         if length > limit:
             raise ProtocolError(f"a message of {length} bytes is announced, the limit is {limit}")
         body = bytearray()
@@ -203,15 +203,15 @@ class Channel:
         return body
 
     def has_input(self) -> bool:
-        """Would reading return at once?"""
+        """Return whether reading would return at once."""
         return bool(self._poll.poll(0))
 
     def is_cut(self) -> bool:
-        """Has the other side shut down, closed or died? Known at once on the same host, whatever is still unread. From
-        any thread."""
+        """Return whether the other side has shut down, closed or died. Known at once on the same host, whatever is
+        still unread. From any thread."""
         if (descriptor := self.sock.fileno()) < 0:  # closed here
             return True
-        poll = select.poll()  # of its own: none can be asked by two threads at once
+        poll = select.poll()  # its own: a poll object cannot be used by two threads at once
         poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
         gone = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
         return any(event & gone for _, event in poll.poll(0))
@@ -226,15 +226,15 @@ class Channel:
             self.sock.close()
 
     def abandon(self) -> None:
-        """Close by a reset. Who closes as usual, with a full window at that moment, leaves one who sends to him in the
-        dark for a minute: the kernel answers in his place that there is no room."""
+        """Close by a reset. An ordinary close with a full receive window would leave the sender waiting for a minute:
+        the kernel keeps answering that there is no space."""
         with self._guard:
             with contextlib.suppress(OSError):
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.sock.close()
 
     def _allow(self, option: int, deadline: float | None) -> None:
-        """How long the next system call may wait."""
+        """Set how long the next system call may wait."""
         seconds = 0.0  # for ever
         if deadline is not None:
             left = deadline - time.monotonic()
@@ -245,7 +245,7 @@ class Channel:
         micros = int((seconds - whole) * 1e6)
         if deadline is not None and not whole:
             micros = max(micros, 1000)  # zero would mean for ever
-        if self._allowed.get(option) == (whole, micros):  # usually all that a peer may stay silent
+        if self._allowed.get(option) == (whole, micros):  # usually the peer's whole allowance
             return
         try:
             self.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", whole, micros))

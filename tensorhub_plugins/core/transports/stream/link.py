@@ -45,7 +45,7 @@ _Expected = TypeVar("_Expected", StreamOpened, StreamFinished)
 def greet(
     sock: socket.socket, peer: str, *, stall_s: float, deadline: float, make: Callable[..., Channel] = Channel
 ) -> Channel:
-    """Introduce ourselves on a connected socket, which is closed if that fails. SourceLost, ProtocolError."""
+    """Introduce this side on a connected socket, which is closed if that fails. Raise SourceLost or ProtocolError."""
     channel = make(sock, peer, stall_s=stall_s)
     try:
         with translated(peer, None, "connect", deadline):
@@ -62,7 +62,7 @@ def greet(
 
 @contextlib.contextmanager
 def translated(peer: str, version: int | None, phase: str, deadline: float) -> Iterator[None]:
-    """The seam: what happens to a connection becomes SourceLost, with all that is known about it."""
+    """Translate what happens to a connection into SourceLost, with all that is known about it. This is the seam."""
     try:
         yield
     except Disconnected as error:
@@ -78,7 +78,7 @@ def translated(peer: str, version: int | None, phase: str, deadline: float) -> I
 
 
 class SocketLink:
-    """What the links of tcp, shm and rdma have in common. The first channel is opened in full, the others follow it."""
+    """The common part of the links of tcp, shm and rdma. The first channel is opened in full, the others follow it."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = list(channels)
@@ -110,7 +110,7 @@ class SocketLink:
         try:
             first = self._reply(channel, StreamOpened, deadline)
         except (VersionGone, NotServable):
-            for other in self._channels[1:]:  # they say the same, and must be heard before anything else is asked
+            for other in self._channels[1:]:  # they get the same answer, which must be received before the next request
                 with contextlib.suppress(VersionGone, NotServable):
                     self._reply(other, StreamOpened, deadline)
             raise
@@ -149,7 +149,7 @@ class SocketLink:
         return self._read(self._manifest, self._plan, list(segments), deadline)
 
     def _additional(self, due: int = 0) -> list[int]:
-        """What else is wanted by now."""
+        """Return the further segments wanted by now."""
         segments = list(self._more()) if self._more is not None else []
         if segments:
             assert self._manifest is not None
@@ -165,7 +165,7 @@ class SocketLink:
         raise NotImplementedError
 
     def _receive_memory(self, channel: Channel, manifest: Manifest, opened: StreamOpened, deadline: float) -> None:
-        """What `SourceBackend.send_memory` sends after StreamOpened, unless that told its addresses."""
+        """Receive what `SourceBackend.send_memory` sends after StreamOpened, unless that contained addresses."""
 
     def take_loan(self) -> Borrowed | None:
         return None
@@ -186,16 +186,16 @@ class SocketLink:
                 return all([self._reply(channel, StreamFinished, deadline).current for channel in self._channels])
         except SourceLost as error:
             if isinstance(error.__cause__, Disconnected):
-                return False  # to withdraw is to close the connection
+                return False  # a withdrawal closes the connection
             raise
 
     def cut(self) -> None:
-        """From any thread: whoever uses this link gets SourceLost."""
+        """Cut the connection, from any thread: the thread that uses this link gets SourceLost."""
         for channel in self._channels:
             channel.cut()
 
     def close(self) -> None:
-        """From any thread: one that uses the link gets SourceLost, and then closes it for good."""
+        """Close the link, from any thread: one that uses it gets SourceLost, and then disposes of it."""
         with self._guard:
             self._closed = True
             in_use = self._in_use
@@ -205,10 +205,10 @@ class SocketLink:
 
     @contextlib.contextmanager
     def _using(self, phase: str, deadline: float) -> Iterator[None]:
-        """While a thread is in here, nobody else takes the sockets and files away from under it.
+        """Keep the sockets and files open while a thread is in this block.
 
-        An error costs the link, and so does a read that is given up: what is on its way cannot be told from what would
-        come next. But a source may refuse to open."""
+        An error costs the link, and so does an abandoned read: bytes still in flight cannot be told from later ones.
+        But a source may refuse to open."""
         with self._guard:
             if self._closed:
                 raise SourceLost("the link is closed", version=self._version, peer=self._peer, phase=phase)
@@ -238,16 +238,16 @@ class SocketLink:
         channel.send_message(StreamRead(runs_of(segments), max(0.0, deadline - time.monotonic())), deadline)
 
     def _announced(self, channel: Channel, kind: int, segment: int, deadline: float) -> int | None:
-        """Take one frame: a sign of life (None), or the header of this kind that begins with this segment; its length.
+        """Take one frame: a sign of life (None), or the header of this kind for this segment; return its length.
 
-        Everything that a source says during a read goes through here: `progress` learns of it for all transports."""
+        Everything that a source sends during a read passes here, so `progress` sees it for all transports."""
         got_kind, got, length = channel.receive_header(deadline)
         self.progress.heard()
         if got_kind == ALIVE:
             self.progress.waiting()
             return None
         if got_kind == CONTROL:
-            self._reply(channel, StreamOpened, deadline, length)  # a refusal, which it raises
+            self._reply(channel, StreamOpened, deadline, length)  # a refusal, which this raises
         if (got_kind, got) != (kind, segment):
             raise ProtocolError(f"segment {segment} was due, there came kind {got_kind}, segment {got}")
         if channel.waited:
@@ -255,7 +255,7 @@ class SocketLink:
         return length
 
     def _reply(self, channel: Channel, kind: type[_Expected], deadline: float, length: int | None = None) -> _Expected:
-        """The next message (length: whose header was received already). Raise what a refusal says."""
+        """Return the next message (length: if its header was received already). Raise the error of a refusal."""
         if length is None:
             reply = channel.receive_message(reply_decoder, REPLY_SIZE_BYTES_MAX, deadline)
         else:

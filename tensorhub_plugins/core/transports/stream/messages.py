@@ -10,7 +10,7 @@
                                     <-      for each segment, once it is ready: SEGMENT header, then its bytes; shm,
                                             for all that are ready: READY header (the first of them, how many);
                                             ALIVE now and then while the source itself waits;
-                                            StreamRefused when it gives up
+                                            StreamRefused at its deadline
     StreamFinish()                  ->
                                     <-      StreamFinished(current)
 
@@ -40,10 +40,10 @@ CONTROL, SEGMENT, ALIVE, READY = 1, 2, 3, 4
 NO_MANIFEST = msgspec.msgpack.encode(None)
 
 REQUEST_SIZE_BYTES_MAX = 4 << 20  # every second segment of a 1 TB shard named one by one is 2 MB
-OPENING_SIZE_BYTES_MAX = 64 << 10  # of a request before a lease was accepted: a name and a proof are below 6 KB
-RUN_SIZE_BYTES_MAX = 11  # of two numbers below 2**32 and the array that they are in
+OPENING_SIZE_BYTES_MAX = 64 << 10  # before a lease is accepted: a name and a proof are below 6 KB
+RUN_SIZE_BYTES_MAX = 11  # two numbers below 2**32 and their array
 REPLY_SIZE_BYTES_MAX = 256 << 20  # a manifest: about 100 bytes a tensor, 16 a segment
-READ_S_MAX = 3600.0  # whatever a reader asks for
+READ_S_MAX = 3600.0  # whatever a reader requests
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -54,25 +54,25 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class StreamOpen(_Message, frozen=True):
-    """Begin to read an offer."""
+    """A request to begin reading an offer."""
 
     key: ShardKey
     as_of: Count
-    brief: bool = False  # another stream of the same reader has the manifest already
-    by_address: bool = False  # shm: it can read this process's memory itself
-    lease: tuple[Claim, bytes] | None = None  # where the hub has a secret; and the proof that it is ours, see leases.py
-    borrows: bool = False  # shm: it would rather use the memory where it lies, for as long as it likes
+    brief: bool = False  # another stream of the same reader has the manifest
+    by_address: bool = False  # shm: the reader can read this process's memory itself
+    lease: tuple[Claim, bytes] | None = None  # where the hub has a secret; with the proof of possession, see leases.py
+    borrows: bool = False  # shm: the reader would use the memory in place, for as long as it needs
 
 
 class StreamRead(_Message, frozen=True):
-    """Send these segments."""
+    """A request to send these segments."""
 
     runs: Annotated[list[tuple[Count, Count]], msgspec.Meta(max_length=1 << 20)]  # of segments, [start, stop)
     seconds: Annotated[float, msgspec.Meta(ge=0)]  # until the reader's deadline
 
 
 class StreamFinish(_Message, frozen=True):
-    """End what StreamOpen began, and say whether the offer is still the one that was opened."""
+    """A request to end what StreamOpen began, and to say whether the offer is still the one that was opened."""
 
 
 StreamRequest: TypeAlias = StreamOpen | StreamRead | StreamFinish
@@ -83,8 +83,8 @@ class StreamOpened(_Message, frozen=True):
 
     epoch: Count
     manifest: msgspec.Raw  # Manifest.encoded; NO_MANIFEST: brief
-    addresses: bytes | None = None  # shm: where its bytes lie in the source's memory; None: `send_memory` follows
-    is_lent: bool = False  # shm: it may be used where it lies, see memory/loans.py
+    addresses: bytes | None = None  # shm: addresses in the source's memory; None: `send_memory` follows
+    is_lent: bool = False  # shm: it may be used in place, see memory/loans.py
 
 
 class StreamRefused(_Message, frozen=True):
@@ -108,14 +108,14 @@ reply_decoder = msgspec.msgpack.Decoder[StreamReply](StreamReply)
 
 
 def request_size_bytes_max(segments: int | None) -> int:
-    """How long a request may be: with every second segment of what was opened. None: nothing was opened so far. So no
-    stranger has a source take more than 64 KiB, and nobody more than what there is to ask for."""
+    """Return how long a request may be: enough for every second segment of the open offer (None: none is open). So no
+    stranger makes a source allocate more than 64 KiB, and no reader more than there is to ask for."""
     runs = 0 if segments is None else (segments + 1) // 2
     return min(OPENING_SIZE_BYTES_MAX + RUN_SIZE_BYTES_MAX * runs, REQUEST_SIZE_BYTES_MAX)
 
 
 def check_hello(greeting: bytearray) -> None:
-    """Raise ProtocolError when the other side speaks something else."""
+    """Raise ProtocolError when the other side speaks another protocol."""
     magic, version, _, _ = HELLO.unpack(greeting)
     if magic != MAGIC:
         raise ProtocolError(f"its first bytes are {magic!r}: this is no weight transfer of ours")

@@ -15,11 +15,11 @@ from tensorhub_plugins.core.transports.interface import More
 from tensorhub_plugins.core.transports.pump import SegmentStream, pump
 from tensorhub_plugins.core.transports.stream.channel import Channel
 
-STREAM_SEGMENTS = 4  # that one of several streams takes at a time: few, so that they end together
+STREAM_SEGMENTS = 4  # that one of several streams takes at a time: few, so that all end together
 
 
 def connect_all(connect: Callable[[], Channel], count: int) -> list[Channel]:
-    """So many connections, or the first error. At once: over a long way each takes two round trips."""
+    """Open so many connections, or raise the first error. In parallel: over a long way each takes two round trips."""
     if count == 1:
         return [connect()]
     with ThreadPoolExecutor(count) as pool:
@@ -35,7 +35,7 @@ def connect_all(connect: Callable[[], Channel], count: int) -> list[Channel]:
 def pump_all(
     streams: Sequence[SegmentStream], segments: list[int], more: More | None, cut: Callable[[], None]
 ) -> Iterator[int]:
-    """As `pump`, over all of these streams, each in a thread of its own. cut: ends them when the read is given up."""
+    """Do as `pump` over all of these streams, each in its own thread. cut: ends them when the read is abandoned."""
     # Entries of `arrived`: a segment that has arrived, or the exception or None that ended a stream.
     arrived: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
     running = len(streams)
@@ -54,7 +54,7 @@ def pump_all(
         for thread in threads:
             thread.start()
         while running:
-            item = arrived.get()  # a stream ends by its deadline, and always says so
+            item = arrived.get()  # a stream ends by its deadline, and always reports it
             if isinstance(item, BaseException):
                 raise item
             if item is None:
@@ -65,14 +65,14 @@ def pump_all(
         if running:
             cut()
         todo.end()
-        for thread in threads:  # none may write into the target once this read has ended
-            if thread.ident is not None:  # the system may have had none for it
+        for thread in threads:  # none may write into the target after this read
+            if thread.ident is not None:  # the system may have refused to start it
                 thread.join()
 
 
 class SegmentQueue:
-    """Segments that several streams still have to read. They are done when none of them has anything left, and there
-    is no more; one that runs out before waits for what the others are told of."""
+    """The segments that several streams still have to read. All are done when no stream has any left, and there are no
+    more; a stream that runs out earlier waits for what others are given."""
 
     def __init__(self, segments: list[int], more: More | None, streams: int) -> None:
         self._todo = deque(segments)
@@ -83,13 +83,13 @@ class SegmentQueue:
         self._changed = threading.Condition()
 
     def take(self, due: int) -> list[int]:
-        """The next ones for a stream that still waits for so many, perhaps none; for one that waits for none: until
-        there are some, empty when all is done."""
+        """Return the next ones for a stream that still waits for `due` of them, perhaps none; for one that waits for
+        none: wait until there are some, and return none when all is done."""
         with self._changed:
             while not self._ended:
                 if not self._todo and self._more is not None:
                     self._todo.extend(self._more())
-                share = -(-len(self._todo) // self._streams)  # the last ones are for all, so that they end together
+                share = -(-len(self._todo) // self._streams)  # the last ones are shared, so that all end together
                 batch = [self._todo.popleft() for _ in range(max(0, min(STREAM_SEGMENTS - due, share)))]
                 if self._todo:
                     self._changed.notify()
@@ -104,7 +104,7 @@ class SegmentQueue:
             return []
 
     def end(self) -> None:
-        """Whatever is left is not read."""
+        """End the read, whatever is left."""
         with self._changed:
             self._end()
 

@@ -1,4 +1,4 @@
-"""What the transports over sockets have in common: one server for one shelf, and links that end with the transport."""
+"""The common part of transports over sockets: one server for one shelf, and links that end with the transport."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tensorhub_plugins.core.transports.stream.source import StreamServer
 
 
 class SocketTransport:
-    """Tcp, shm, rdma and cuda_ipc begin with this."""
+    """The base class of tcp, shm, rdma and cuda_ipc."""
 
     def __init__(self) -> None:
         self._server: StreamServer | None = None
@@ -31,11 +31,11 @@ class SocketTransport:
         with self._links_guard:
             self._links.add(link)
             closed = self._closed
-        if closed:  # by another thread, while this one connected
+        if closed:  # closed by another thread, while this one connected
             link.cut()
 
     def close(self) -> None:
-        """Idempotent: no reader comes any more, and who uses a link gets SourceLost."""
+        """Stop serving, and cut all links, so that their users get SourceLost. Idempotent."""
         with self._links_guard:
             self._closed = True
             links = list(self._links)

@@ -51,63 +51,63 @@ CLOSE_S_MAX = 5.0  # threads that were cut off only have to leave one system cal
 WARNINGS_MAX, WARNINGS_S = (
     100,
     10.0,
-)  # of what peers do, in so long: a stranger that comes again and again fills no disk
+)  # about peers, in so long: a stranger that reconnects again and again fills no disk
 
 _log = logging.getLogger(__name__)
 
 
 class SourceBackend:
-    """What a transport does its own way at the source."""
+    """The transport-specific part of a source."""
 
     name: ClassVar[str]
-    keeps_connections: ClassVar[bool] = False  # for the next version: readers are silent for as long as it takes
+    keeps_connections: ClassVar[bool] = False  # for the next version: readers may be silent until then
 
     def accept_peer(self, sock: socket.socket) -> str:
-        """Prepare an accepted socket and name the peer; ProtocolError when it is not welcome."""
+        """Prepare an accepted socket and return the peer's name; ProtocolError if it is not allowed."""
         raise NotImplementedError
 
     def channel(self, sock: socket.socket, peer: str, stall_s: float) -> Channel:
-        """Of an accepted connection; waits for nothing."""
+        """Return the channel of an accepted connection, without waiting."""
         return Channel(sock, peer, stall_s=stall_s)
 
     def refusal(self, offer: Offer) -> str | None:
-        """Why this transport cannot serve this offer; None: it can."""
+        """Return why this transport cannot serve this offer; None: it can."""
         raise NotImplementedError
 
     def addresses(self, offer: Offer) -> bytes | None:
-        """For a reader that reads this process's memory itself, and then gets nothing else; None: it cannot."""
+        """Return the addresses for a reader that reads this process's memory itself, and gets nothing else, or None."""
         return None
 
     def lends(self, offer: Offer) -> bool:
-        """Whether a reader that wants to use the memory where it lies may have it (`send_memory` with `lends`)."""
+        """Return whether a reader may use the memory in place (`send_memory` with `lends`)."""
         return False
 
     def send_memory(self, channel: Channel, offer: Offer, deadline: float, *, lends: bool = False) -> None:
-        """What follows a StreamOpened message."""
+        """Send what follows a StreamOpened message."""
         raise NotImplementedError
 
     def segment_payload(
         self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float
     ) -> list[memoryview]:
-        """The bytes that follow a segment's header; what else it takes until a segment is ready, where none do."""
+        """Return the bytes that follow a segment's header; without any, do what else makes the segment ready."""
         raise NotImplementedError
 
     def ready_batch_max(self, channel: Channel) -> int:
-        """How many segments this reader is told of by one READY; 0: it is sent their bytes."""
+        """Return how many segments one READY announces to this reader; 0: their bytes are sent instead."""
         return 0
 
     def flush(self, channel: Channel, deadline: float) -> None:
-        """Everything that was asked for has been sent."""
+        """Finish a read request: every segment has been sent."""
 
     def on_reader_done(self, channel: Channel, *, ended: bool) -> None:
-        """The reader is done with what was handed over (ended: and with the connection). Memory may change after it."""
+        """Clean up: the reader is done with its memory (ended: and its connection). It may change after this."""
 
     def close(self) -> None:
-        """No reader will come any more, and none is left."""
+        """Free everything: no reader is left, and none will come."""
 
 
 class StreamServer:
-    """Accepts connections and serves a shelf, one thread for each: a slow reader delays nobody else."""
+    """A server that accepts connections and serves a shelf, one thread for each: a slow reader delays no other."""
 
     def __init__(
         self,
@@ -127,13 +127,13 @@ class StreamServer:
         self._closing = threading.Event()
         self._warned_at = deque([float("-inf")] * WARNINGS_MAX, WARNINGS_MAX)
         self._wake_out, self._wake_in = socket.socketpair()
-        close_in_children(listener, self._wake_out, self._wake_in)  # nobody would accept there
+        close_in_children(listener, self._wake_out, self._wake_in)  # a child would never accept
         listener.setblocking(False)
         self._acceptor = threading.Thread(target=self._accept, name=f"tensorhub-{backend.name}-accept", daemon=True)
         self._acceptor.start()
 
     def close(self) -> None:
-        """Idempotent; returns when all threads have ended."""
+        """Stop serving; return when all threads have ended. Idempotent."""
         with self._guard:
             if self._closing.is_set():
                 return
@@ -166,8 +166,8 @@ class StreamServer:
                 sock, _ = self._listener.accept()
             except (BlockingIOError, ConnectionError):
                 continue
-            except OSError as error:  # out of descriptors, say: it may pass
-                if not is_full:  # said once
+            except OSError as error:  # out of descriptors, for example: it may be temporary
+                if not is_full:  # logged once
                     lacking = resources.refusal(error, forbidden=True) or error
                     _log.error("%s: cannot accept a reader: %s", self._backend.name, lacking)
                 is_full = True
@@ -200,15 +200,15 @@ class StreamServer:
     def _start(self, channel: Channel, thread: threading.Thread) -> None:
         try:
             thread.start()
-        except RuntimeError as error:  # the system has none to give: it may pass, and the reader comes again
+        except RuntimeError as error:  # the system has no thread left: it may be temporary, and the reader retries
             self._warn("cannot serve %s: %s", channel.peer, resources.refusal(error) or error)
             channel.close()
             with self._guard:
                 del self._connections[channel]
 
     def _make_room(self, peer: str) -> str:
-        """Why there is no place for one more; empty: there is one. Who has nothing open gives up its place, the oldest
-        first: a stranger that only sits there keeps nobody out."""
+        """Return why there is no slot for one more reader; empty: there is one. Connections without an open offer are
+        evicted, the oldest first: an idle stranger keeps no reader out."""
         limits, alike = self._limits, [c for c in self._connections if _host_of(c.peer) == _host_of(peer)]
         for crowd, most, where in (
             (alike, limits.readers_per_peer_max, " from there"),
@@ -240,7 +240,7 @@ class StreamServer:
                 self._warn("refused %s: %s", peer, error)
             case Disconnected():
                 _log.debug("%s: %s has gone: %s", name, peer, error)
-            case SourceLost():  # withdrawn, or late itself
+            case SourceLost():  # withdrawn, or late
                 _log.info("%s: closed the connection of %s: %s", name, peer, error)
             case Silent():
                 self._warn("closed the connection of %s: it %s in time", peer, error)
@@ -250,7 +250,7 @@ class StreamServer:
                 _log.error("%s: serving %s failed", name, peer, exc_info=error)
 
     def _warn(self, text: str, *arguments: object) -> None:
-        """Of what a peer has done; not more than WARNINGS_MAX in WARNINGS_S."""
+        """Log a warning about a peer; at most WARNINGS_MAX in WARNINGS_S."""
         now = time.monotonic()
         with self._guard:
             if now - self._warned_at[0] < WARNINGS_S:
@@ -279,15 +279,15 @@ class ReaderConnection:
         self._limits = limits
         self._offer: Offer | None = None
         self._reader = -1
-        self._lease = ""  # under which it is read
+        self._lease = ""  # of the current read
 
     def run(self) -> None:
-        """Answer until the reader goes. Raises what ended it."""
+        """Answer requests until the reader leaves. Raises what ended it."""
         channel = self._channel
         deadline = time.monotonic() + self._limits.hello_s
         greeting = bytearray(HELLO.size)
         channel.fill([memoryview(greeting)[: len(MAGIC)]], deadline)
-        if greeting[: len(MAGIC)] != MAGIC:  # said before more is awaited: a stranger may have no more to say
+        if greeting[: len(MAGIC)] != MAGIC:  # checked before more is awaited: a stranger may send no more
             raise ProtocolError(f"its first bytes are {bytes(greeting[: len(MAGIC)])!r}: no reader of ours")
         channel.fill([memoryview(greeting)[len(MAGIC) :]], deadline)
         channel.nonce = os.urandom(NONCE_SIZE_BYTES)
@@ -300,7 +300,7 @@ class ReaderConnection:
             self._release(ended=True)
 
     def _receive(self) -> StreamRequest:
-        # Between reads a reader may be silent, keepalive finds the dead; but not before it has asked for an offer.
+        # Between reads a reader may be silent, keep-alive finds dead ones; but not before it has asked for an offer.
         waits = self._offer is not None or (self._backend.keeps_connections and self._reader >= 0)
         begins_by = None if waits else time.monotonic() + self._limits.hello_s
         kind, _, length = self._channel.receive_request(begins_by, self._limits.hello_s)
@@ -338,7 +338,7 @@ class ReaderConnection:
             self._backend.send_memory(self._channel, offer, deadline, lends=lends)
 
     def _begin(self, request: StreamOpen) -> tuple[Offer, bytes | None, bool]:
-        """Attach to the offer; its addresses if it is read by them; whether it is lent. VersionGone, NotServable."""
+        """Attach to the offer; return it, its addresses if read by them, and whether it is lent."""
         offer = self._find(request)
         slab = offer.slab
         lends = request.borrows and offer.lends and self._backend.lends(offer)
@@ -348,12 +348,12 @@ class ReaderConnection:
             raise NotServable(reason)
         self._reader = offer.attach(self._channel.cut)
         self._offer, self._channel.has_offer = offer, True
-        if addresses is not None and offer.slab is not slab:  # it moved before we were counted among its readers
+        if addresses is not None and offer.slab is not slab:  # it moved before this reader was registered
             addresses = self._backend.addresses(offer)
         return offer, addresses, lends
 
     def _find(self, request: StreamOpen) -> Offer:
-        """What was granted, to whom it was granted."""
+        """Return the offer that was granted, if this is the reader it was granted to."""
         claim, proof = request.lease or (None, b"")
         refusal = None
         if self._gate is not None:
@@ -383,15 +383,15 @@ class ReaderConnection:
         self._backend.flush(self._channel, deadline)
 
     def _send(self, offer: Offer, segment: int, stop: int, deadline: float) -> int:
-        """Send a segment once it is ready; the next one."""
+        """Send a segment once it is ready; return the next one."""
         waited = self._await(offer, segment, deadline)
         payload = self._payload(offer, segment, deadline)
         self._channel.send([HEADER.pack(SEGMENT, waited, segment, sum(map(len, payload))), *payload], deadline)
         return segment + 1
 
     def _announce(self, offer: Offer, first: int, stop: int, deadline: float) -> int:
-        """Tell a reader that takes the bytes itself of a segment once it is ready, and of those after it that are by
-        now; the next one."""
+        """Announce a segment once it is ready, and those after it that are ready by now, to a reader that copies the
+        bytes itself; return the next one."""
         waited = self._await(offer, first, deadline)
         self._payload(offer, first, deadline)
         segment = first + 1
@@ -403,7 +403,7 @@ class ReaderConnection:
         return segment
 
     def _note_use(self) -> None:
-        """The hub hears from us which leases are used: a reader could say what it likes."""
+        """Report to the hub, through the gate, which leases are used: a reader's own report could be false."""
         if self._gate is not None:
             self._gate.serve(self._lease)
 
@@ -412,14 +412,14 @@ class ReaderConnection:
         return self._backend.segment_payload(self._channel, offer, *offer.manifest.segment_range(segment), deadline)
 
     def _await(self, offer: Offer, segment: int, deadline: float) -> bool:
-        """Until the segment is ready; whether that took time. SourceLost when withdrawn."""
+        """Wait until the segment is ready; return whether that took time. Raise SourceLost when withdrawn."""
         is_late = not offer.poll_ready(segment, 0.0)
         if is_late:
             self._wait_until_ready(offer, segment, deadline)
         return is_late
 
     def _wait_until_ready(self, offer: Offer, segment: int, deadline: float) -> None:
-        """It has to reach this source first: say now and then that this source lives."""
+        """Wait until the segment has reached this source; send signs of life meanwhile."""
         alive_at = time.monotonic() + self._limits.alive_s
         while not offer.poll_ready(segment, min(deadline, time.monotonic() + self._limits.vanished_s)):
             now = time.monotonic()
@@ -443,5 +443,5 @@ class ReaderConnection:
 
 
 def _host_of(peer: str) -> str:
-    """Of "tcp://host:port"; of others, what they are called by."""
+    """Return the host of "tcp://host:port"; the whole name of other peers."""
     return peer.rpartition(":")[0] or peer

@@ -1,4 +1,4 @@
-"""TCP sockets of transports that leave the host: how they listen, connect and are tuned."""
+"""TCP sockets of transports that leave the host: listening, connecting and tuning."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import greet
 from tensorhub_plugins.core.transports.stream.source import BACKLOG
 
-# A host that vanished without a word is noticed after about this long; longer than a frozen reader is given, since the
+# A host that vanished silently is detected after about this long; longer than a frozen reader is given, since the
 # kernel counts a closed window as silence too.
 USER_TIMEOUT_MS = 90_000
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
 LOOPBACK = "127.0.0.1"
 LISTEN_LOOKUP_S = 2.0  # of this host's own name
-# Within a host nothing is lost and nobody shares the way: BBR, the default of some systems, would only hold bytes back
+# Within a host nothing is lost and the path is not shared: BBR, the default of some systems, would only hold bytes back
 # (it takes 1.5 times as long). Reno is in every kernel and needs no privilege.
 SAME_HOST_CONGESTION = b"reno"
 
@@ -31,7 +31,7 @@ SAME_HOST_CONGESTION = b"reno"
 def connect(
     endpoint: str, host: str, port: int, *, stall_s: float, deadline: float, make: Callable[..., Channel] = Channel
 ) -> Channel:
-    """A connection to a source that has introduced itself. make: of the connected socket. SourceLost, ProtocolError."""
+    """Connect to a source, which introduces itself. make: wraps the socket. Raise SourceLost or ProtocolError."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise SourceLost("the deadline passed", peer=endpoint, phase="connect")
@@ -39,7 +39,7 @@ def connect(
     try:
         sock = connected(host, port, Deadline.after(min(left, stall_s)))
         tune(sock)
-    except (OSError, ValueError) as error:  # ValueError: no name that can be looked up, as "a..b"
+    except (OSError, ValueError) as error:  # ValueError: a name that cannot be looked up, like "a..b"
         if sock is not None:
             sock.close()
         raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
@@ -47,7 +47,7 @@ def connect(
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay, and keep-alives that notice a dead peer."""
+    """Disable Nagle's delay, and set keep-alives that detect a dead peer."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -56,7 +56,7 @@ def tune(sock: socket.socket) -> None:
         ("TCP_KEEPCNT", KEEPALIVE_COUNT),
         ("TCP_USER_TIMEOUT", USER_TIMEOUT_MS),
     ):
-        if hasattr(socket, option):  # Linux has them all
+        if hasattr(socket, option):  # Linux has all of them
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     if hasattr(socket, "TCP_CONGESTION") and sock.getsockname()[0] == sock.getpeername()[0]:
         with contextlib.suppress(OSError):
@@ -64,9 +64,9 @@ def tune(sock: socket.socket) -> None:
 
 
 def listen(host: str, ports: range | None = None) -> socket.socket:
-    """Return a listener on this address, or on all of this host, where it has no such one (address translation), or
-    where it is a name of several or of loopback here. ports: the first that is free is taken; None: what the
-    environment says. Raise UsageError."""
+    """Return a listener on this address, or on all of this host's if it has no such one (address translation) or if it
+    is a name of several or of loopback here. ports: the first that is free is taken; None: as in the environment. Raise
+    UsageError."""
     ports = ports_of() if ports is None else ports
     for port in ports:
         try:

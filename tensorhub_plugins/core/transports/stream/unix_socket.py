@@ -1,4 +1,4 @@
-"""Between processes of one host: UNIX sockets in the abstract namespace, and who is at the other end.
+"""UNIX sockets between processes of one host, in the abstract namespace, and the identity of the peer.
 
 Being able to connect is what "the same host" means for shm and cuda_ipc: containers that share no network namespace use
 tcp.
@@ -22,7 +22,7 @@ _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
 def forbidden() -> str | None:
-    """Why no such socket can be made here; None: one can, or too many are open now."""
+    """Return why no such socket can be made here; None: one can, or too many are open now."""
     try:
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM).close()
     except OSError as error:
@@ -32,14 +32,14 @@ def forbidden() -> str | None:
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """(process, user) at the other end; process 0: not to be seen from here."""
+    """Return (process, user) of the peer; process 0: not visible from here."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 
 def check_owner(sock: socket.socket) -> int:
-    """The process at the other end. ProtocolError when it is another user's: the abstract namespace has no permissions
-    of its own, so a stranger may connect to us, and one may wait where we connect to."""
+    """Return the peer's process. Raise ProtocolError when it is another user's: the abstract namespace has no
+    permissions of its own, so a stranger may connect to us, or listen where we connect."""
     pid, uid = peer_of(sock)
     if uid not in (os.geteuid(), 0):
         raise ProtocolError(f"process {pid} belongs to user {uid}, not to {os.geteuid()}")
@@ -47,7 +47,7 @@ def check_owner(sock: socket.socket) -> int:
 
 
 def listen(scheme: str) -> tuple[socket.socket, str]:
-    """A listening socket of a new name, and its endpoint. scheme: "shm://", for example."""
+    """Return a listening socket with a new name, and its endpoint. scheme: "shm://", for example."""
     name = f"tensorhub-{uuid.uuid4().hex}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -60,7 +60,7 @@ def listen(scheme: str) -> tuple[socket.socket, str]:
 
 
 def connect(endpoint: str, scheme: str, *, stall_s: float, deadline: float) -> Channel:
-    """A connection on which we have introduced ourselves. SourceLost; UsageError for an endpoint of another kind."""
+    """Connect and introduce ourselves. Raise SourceLost; UsageError for an endpoint of another kind."""
     name = endpoint.removeprefix(scheme)
     if not endpoint.startswith(scheme) or not name:
         raise UsageError(f"{endpoint!r} is no endpoint of {scheme[:-3]}, which look like {scheme}tensorhub-...")
