@@ -1,1 +1,1 @@
-"""`tensorhub doctor`: do weights that come through the store equal weights from disk?"""
+"""`tensorhub doctor`: checks that weights which come through the store equal weights from disk."""

@@ -1,9 +1,9 @@
 """`tensorhub doctor check-sync --model PATH`: do weights that come through the store equal weights from disk?
 
-For this model, on this machine, with this vLLM. Two engines, and nothing else that runs on them:
+For this model, on this machine, with this vLLM. It starts two engines, which do nothing else:
     reference   loads the model from disk
     patient     is made with zeros, and starts from what the doctor publishes
-Beside the model's weights the doctor publishes *noise*: another checkpoint of the same names, dtypes and shapes. What
+Besides the model's weights the doctor publishes *noise*: another checkpoint of the same names, dtypes and shapes. What
 an update does not renew is then noise where the weights should be, or weights where noise should be, and cannot be
 right by accident. The patient starts from noise, and in turn
     noise differs      from the reference: in tensors and in answers; a check that does not notice would prove nothing
@@ -11,7 +11,7 @@ right by accident. The patient starts from noise, and in turn
     converted to noise the noise again, and the patient is as it was when it started from it
     copied noise       the reference copies from the patient, and equals it: nothing of its own weights is left
     copied             the weights again: the patient converts them; the reference, zeroed before, copies them
-Equal means `==`, for the digest of everything that hangs on the model (hidden.py) and for every answer, including its
+Equal means `==`, for the digest of everything reachable from the model (hidden.py) and for every answer, including its
 log-probabilities. What answering alone changes is scratch and left out.
 
 Then versions that no trainer should publish (`malformed`): each must be refused by name with nothing changed, and a
@@ -48,13 +48,13 @@ from tensorhub_plugins.vllm.worker.weights import digest, tensors
 RUN, MODEL = "doctor", "patient"
 NAMES_SHOWN_MAX = 5
 NOISE_FACTOR, NOISE_OFFSET = 1.125, 1 / 64  # small, so that the model goes on computing with sane numbers
-MISSING_MAX = 8  # kinds of tensors that are left out, one at a time
+MISSING_MAX = 8  # kinds of tensors that are omitted, one at a time
 MALFORMED_SIZE_BYTES_MAX = 1 << 30  # a larger checkpoint is published fewer times
 QUESTIONS_AFTER_REFUSAL = 1
 
-PEER = "a peer"  # where a copy comes from
+PEER = "a peer"  # the source of a copy
 
-# What may have become of a malformed version that was not refused as it should.
+# What may have happened to a malformed version that was not refused as it should be.
 INSTALLED, HALF_WAY = "it was installed", "half way, and the engine cannot answer any more"
 NAMELESS, BROKEN_FOR_GOOD = "refused without the tensor's name", "the engine installs nothing any more"
 
@@ -63,18 +63,18 @@ Weights = dict[str, torch.Tensor]
 
 class Patient(TensorHubWorkerExtension):
     def tensorhub_try(self, method: str, args: tuple[Any, ...]) -> tuple[Any, str]:
-        """What it returns, or how it refuses: of a worker's error in another process vLLM keeps the text alone."""
+        """Return the result, or how it is refused: vLLM keeps only the text of an error in another process."""
         try:
             return getattr(self, method)(*args), ""
         except TensorHubError as error:
             return None, str(error)
 
     def tensorhub_everything(self) -> dict[str, str]:
-        """Digest of every tensor and value of every float on the model, by name."""
+        """Return the digest of every tensor and the value of every float of the model, by name."""
         return {name: _told(value) for name, value in walk(self.model_runner.get_model())}
 
     def tensorhub_zero(self) -> None:
-        """Zero every tensor that a copy from a peer brings."""
+        """Zero every tensor that a copy from a peer writes."""
         for tensor in tensors(self.model_runner.get_model()).values():
             tensor.zero_()
 
@@ -97,7 +97,7 @@ Start = Callable[[Path, dict[str, Any]], CheckedEngine]  # a model's folder and 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; wrong is empty when all is well."""
+    """One line of the report; wrong is empty if all is well."""
 
     what: str
     wrong: str = ""
@@ -136,7 +136,7 @@ def check_sync(model: Path, start: Start) -> Iterator[Finding]:
 
 
 def read_checkpoint(model: Path) -> Weights:
-    """All tensors by their Hugging Face names."""
+    """Return all tensors by their Hugging Face names."""
     from safetensors.torch import load_file
 
     files = sorted(model.glob("*.safetensors"))
@@ -146,16 +146,16 @@ def read_checkpoint(model: Path) -> Weights:
 
 
 def noise(weights: Weights) -> Weights:
-    """Another checkpoint: no float is what it was, and all have about the size they had, so that nothing overflows.
+    """Return another checkpoint: every float differs, and has about the same size, so that nothing overflows.
 
-    The same every time. Integers that are no weights (positions, counters) stay: their values are addresses.
+    The same every time. Integers that are no weights (positions, counters) are kept: their values are addresses.
     """
     return {name: _noise(tensor) for name, tensor in weights.items()}
 
 
 def _noise(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point() and tensor.element_size() > 1:
-        # Turned round, so that no two rows are the same again; then moved, for what is the same from both ends.
+        # Reversed, so that no two rows stay the same; then shifted, for what is the same in reverse.
         other = tensor.flatten().flip(0).float() * NOISE_FACTOR + NOISE_OFFSET
         return other.to(tensor.dtype).reshape(tensor.shape)
     if tensor.dim() > 1:  # quantized weights
@@ -171,7 +171,7 @@ def _without_weights(model: Path, folder: Path) -> Path:
 
 
 class _Trainer:
-    """Publishes versions 1, 2, 3 and holds the newest only."""
+    """A trainer that publishes versions 1, 2, 3 and holds only the newest."""
 
     def __init__(self, client: Client) -> None:
         self._client, self.version = client, 0
@@ -190,12 +190,12 @@ class _Trainer:
 @dataclass(frozen=True)
 class _State:
     layouts: list[str]
-    everything: list[dict[str, str]]  # of every worker
+    everything: list[dict[str, str]]  # one for each worker
     answers: list[Any]
 
 
 def _healthy(engine: CheckedEngine) -> tuple[_State, frozenset[str]]:
-    """The state to compare with, and the names of what answering alone changes."""
+    """Return the state to compare with, and the names of what answering alone changes."""
     before = _state(engine)
     check_numbers(before.answers)
     after = engine.rpc("tensorhub_everything")
@@ -213,8 +213,8 @@ class _Proof:
     reference: CheckedEngine
     patient: CheckedEngine
     weights: Weights
-    healthy: _State  # of the reference, as loaded from disk
-    noisy: _State  # of the patient, as it started from noise
+    healthy: _State  # the reference's, as loaded from disk
+    noisy: _State  # the patient's, as it started from noise
     scratch: frozenset[str]
 
     def sync(self) -> Iterator[Finding]:
@@ -237,20 +237,20 @@ class _Proof:
         if peer.wrong:
             yield peer
             return
-        if source == PEER:  # else nothing brings a table back that no checkpoint holds
+        if source == PEER:  # else nothing restores a table that no checkpoint holds
             self.reference.rpc("tensorhub_zero")
         source = _copy(self.reference, version)
         yield self._same(f"copied from {source}", self.healthy, _state(self.reference))
 
     def refusals(self) -> Iterator[Finding]:
-        """The malformed versions are made of noise, so that what is installed of them is seen."""
+        """Publish malformed versions made of noise, so that what is installed of them shows; yield the findings."""
         refused = 0
         for fault in malformed(noise(self.weights)):
             what = f"refuses a version {fault.what} {fault.name}"
             results = self.patient.update(self.trainer.publish(fault.weights))
             wrong = _not_refused(fault, results)
             if wrong == INSTALLED and not self._same(what, self.noisy, _state(self.patient)).wrong:
-                wrong = ""  # the model has no use for this tensor
+                wrong = ""  # the model does not use this tensor
             elif not wrong:
                 wrong = self._same(what, self.healthy, _state(self.patient, QUESTIONS_AFTER_REFUSAL)).wrong
             refused += not wrong and not results[0]["installed"]
@@ -279,7 +279,7 @@ def _update(engine: CheckedEngine, version: int) -> list[dict[str, Any]]:
 
 
 def _copy(engine: CheckedEngine, version: int) -> str:
-    """Update from the peer. Returns where it came from: PEER, or, if none offers a copy, "the checkpoint"."""
+    """Update from the peer. Return the source: PEER, or, if none offers a copy, "the checkpoint"."""
     sources = {source.split("/")[0] for report in _update(engine, version) for source in report["sources"]}
     if sources == {"patient"}:
         return PEER
@@ -316,7 +316,7 @@ def _different(what: str, healthy: _State, now: _State, scratch: frozenset[str])
     if not differing:
         return Finding(what, "the digests are those from before")
     telling = [pair for pair in zip(healthy.answers, now.answers, strict=True) if _holds_numbers(pair[0])]
-    if not telling:  # a process reward model answers so when no prompt holds the end of a step
+    if not telling:  # a process reward model does so when no prompt holds the end of a step
         return Finding(what, "all answers are empty: have the model answer for every token, by --engine")
     if any(mine == other for mine, other in telling):
         return Finding(what, "an answer is that from before: this engine does not compute with these tensors")
@@ -333,15 +333,15 @@ def _holds_numbers(answer: Any) -> bool:
 @dataclass(frozen=True)
 class Malformed:
     what: str
-    name: str  # of the tensor that is not as it should be
+    name: str  # of the wrong tensor
     weights: Weights
 
 
 def malformed(weights: Weights) -> Iterator[Malformed]:
-    """Checkpoints that no trainer should publish, each with one tensor that is wrong.
+    """Yield checkpoints that no trainer should publish, each with one wrong tensor.
 
-    Left out is one tensor of every kind (the same but for numbers), because an engine notices them in different
-    places; the other faults are put into one tensor outside of and, if there are any, one of the experts.
+    One tensor of every kind (equal names but for numbers) is omitted in turn, because an engine detects them in
+    different places; other faults are put into one tensor outside the experts and, if there are any, one of theirs.
     """
     kinds: dict[str, str] = {re.sub(r"\d+", "#", name): name for name in weights}  # the last of every kind
     small = sum(tensor.nbytes for tensor in weights.values()) < MALFORMED_SIZE_BYTES_MAX
@@ -359,7 +359,7 @@ def malformed(weights: Weights) -> Iterator[Malformed]:
 
 
 def _some(names: list[str], count: int) -> list[str]:
-    """So many of them, half of them of experts if there are any, from all places."""
+    """Return so many of them, half of them of experts if there are any, spread over all places."""
     experts = [name for name in names if "expert" in name]
     others = [name for name in names if "expert" not in name]
     first = experts[:: max(1, -(-len(experts) // max(1, count // 2)))]
@@ -386,7 +386,7 @@ def _first_line(error: Any) -> str:
 
 
 def run(model: Path, settings: Mapping[str, Any]) -> int:
-    """Print the findings; 0: all is well, 1: something is wrong, 2: the model is refused or cannot be run.
+    """Print the findings; return 0: all is well, 1: something is wrong, 2: the model is refused or cannot be run.
 
     settings: more options of vllm.LLM.
     """
@@ -410,7 +410,7 @@ def starter(settings: Mapping[str, Any], **process: Any) -> Start:
 
 
 def runs_without_us(model: Path, settings: Mapping[str, Any], **process: Any) -> str:
-    """Empty if vLLM by itself loads the model from disk and answers; else its error."""
+    """Return "" if vLLM by itself loads the model from disk and answers; else its error."""
     theirs = {key: value for key, value in settings.items() if key != "worker_extension_cls"}
     try:
         engine = Process(model, {**plain_options(), **theirs}, **process)

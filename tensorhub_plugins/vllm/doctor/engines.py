@@ -1,4 +1,4 @@
-"""Engines for the doctor, each in a process of its own, and what the doctor asks of them.
+"""Engines for the doctor, each in a process of its own, and the questions that the doctor asks them.
 
 The processes are forked from a server that has imported vLLM once, so an engine of a tiny model starts in seconds. One
 that dies or hangs costs its owner an error and nothing else.
@@ -30,7 +30,7 @@ from tensorhub_plugins.core import TensorHubError
 EXTENSION = "tensorhub_plugins.vllm.doctor.check_sync.Patient"
 PRELOAD = ("vllm.entrypoints.llm", "vllm.v1.executor.uniproc_executor", "tensorhub_plugins.vllm.doctor.check_sync")
 PROMPTS, PROMPT_LENGTH_MAX, TOKENS = 4, 24, 12
-LOGPROBS, PROMPT_LOGPROBS = 3, 2  # of how many tokens, at every place
+LOGPROBS, PROMPT_LOGPROBS = 3, 2  # of how many tokens, at every position
 NOT_A_NUMBER = "nan"
 WITH_ITEM = 2  # prompts with an image or a sound
 IMAGE_SIZE = (56, 56)  # pixels
@@ -39,14 +39,14 @@ TASKS = ("embed", "classify", "token_embed", "token_classify")  # of pooling mod
 START_TIMEOUT_S = 1800.0  # of an engine, which may be large
 CALL_TIMEOUT_S = 600.0
 POLL_INTERVAL_S = 0.005
-EXIT_TIMEOUT_S = 1.0  # with a process that is told to end, before it is killed
-EXIT_WITH_WORKERS_TIMEOUT_S = 20.0  # it ends those first
+EXIT_TIMEOUT_S = 1.0  # for a process that was asked to end, before it is killed
+EXIT_WITH_WORKERS_TIMEOUT_S = 20.0  # it ends its workers first
 LOG_LINES_SHOWN = 12
 LINE_LENGTH_MAX = 300
 
 
 class EngineFailed(TensorHubError):
-    """vLLM's own error, or the engine's process is gone or silent: not a refusal of ours."""
+    """vLLM's own error, or the engine's process is gone or unresponsive: not a refusal of ours."""
 
 
 class NotANumber(EngineFailed):
@@ -54,7 +54,7 @@ class NotANumber(EngineFailed):
 
 
 def engine_options(extra: dict[str, Any]) -> dict[str, Any]:
-    """Options of vllm.LLM for an engine that the doctor checks."""
+    """Return the options of vllm.LLM for an engine that the doctor checks."""
     return {
         "load_format": "tensorhub",
         "model_loader_extra_config": extra,
@@ -64,7 +64,7 @@ def engine_options(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_options() -> dict[str, Any]:
-    """The same for an engine without anything of ours."""
+    """Return the same for an engine without anything of ours."""
     return {
         "enforce_eager": True,
         "max_model_len": 128,
@@ -76,7 +76,7 @@ def plain_options() -> dict[str, Any]:
 
 
 class Apart:
-    """A function in a process of its own that is given a pipe, sends (ok, value) first and after every command."""
+    """A function in a process of its own that gets a pipe, and sends (ok, value) first and after every command."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Apart:
         log: Path | None = None,
         patience_s: float = EXIT_TIMEOUT_S,
     ) -> None:
-        """deadline: of all there is to do, an instant. log: a file for what the process prints."""
+        """Start the process. deadline: for everything, an instant. log: a file for what the process prints."""
         self._deadline, self._log, self._patience_s = deadline, log, patience_s
         self._pipe, theirs = _context().Pipe()
         self._process = _context().Process(target=_begin, args=(theirs, log, function, args))
@@ -100,7 +100,7 @@ class Apart:
             raise
 
     def ask(self, *command: Any) -> Any:
-        """Raises what the command raised: a TensorHubError as it was, anything else as EngineFailed."""
+        """Send a command, return its result. Raises its TensorHubError as it was, other errors as EngineFailed."""
         try:
             self._pipe.send(command)
         except OSError:
@@ -108,7 +108,7 @@ class Apart:
         return self._receive(CALL_TIMEOUT_S)
 
     def close(self) -> None:
-        self._pipe.close()  # it leaves by itself then
+        self._pipe.close()  # it ends by itself then
         self._process.join(timeout=self._patience_s)
         self._process.kill()
         self._process.join()
@@ -137,7 +137,7 @@ class Apart:
 
 
 class Process(Apart):
-    """A vllm.LLM."""
+    """A vllm.LLM in a process of its own."""
 
     def __init__(
         self, model: Path, options: dict[str, Any], *, deadline: float = math.inf, log: Path | None = None
@@ -148,27 +148,27 @@ class Process(Apart):
         super().__init__(_serve, (str(model), options), deadline=deadline, log=log, patience_s=patience_s)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """The answer of every worker."""
+        """Return the answer of every worker."""
         return list(self.ask("rpc", method, args))
 
     def update(self, version: int) -> list[dict[str, Any]]:
-        """What `tensorhub_install` returned on every worker, or would have, had it come to that."""
+        """Return what `tensorhub_install` returned on every worker, or would have returned had it been reached."""
         return list(self.ask("update", version))
 
     def answers(self, questions: int | None = None) -> list[Any]:
-        """Answers to the first so many questions, or all."""
+        """Return the answers to the first so many questions, or all."""
         return list(self.ask("answers", questions))
 
 
 def call_apart(function: Callable[..., Any], *args: Any, deadline: float, log: Path | None = None) -> Any:
-    """What the function returns, called in a process of its own."""
+    """Return the result of the function, called in a process of its own."""
     apart = Apart(_call, (function, args), deadline=deadline, log=log)
     apart.close()
     return apart.first
 
 
 def short(error: object) -> str:
-    """What a traceback ends with, in a line."""
+    """Return the end of a traceback, in one line."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     telling = [line for line in lines if re.match(r"^([\w.]*(Error|Exception)|Value error)\b", line)]
     return (telling or lines or ["?"])[-1][:LINE_LENGTH_MAX]
@@ -237,7 +237,7 @@ def _rpc(engine: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _update(engine: Any, version: int) -> list[Any]:
-    """Update as followers do: fetch beside the engine, make sure, and only then pause and install."""
+    """Update as followers do: fetch alongside the engine, prepare, and only then pause and install."""
     ask = partial(_rpc, engine)
     ask("tensorhub_start_fetch", (version, CALL_TIMEOUT_S))
     polled = ask("tensorhub_poll", ())
@@ -264,13 +264,13 @@ def _update(engine: Any, version: int) -> list[Any]:
 
 
 def answers(engine: Any, questions: int | None = None) -> list[Any]:
-    """Plain lists of numbers; NOT_A_NUMBER where one is none, because NaN equals nothing."""
+    """Return plain lists of numbers; NOT_A_NUMBER for NaN, because NaN equals nothing."""
     ask = _vectors if engine.model_config.runner_type == "pooling" else _tokens
     return [_plain(ask(engine, prompt)) for prompt in _prompts(engine)[:questions]]
 
 
 def check_numbers(given: Any) -> None:
-    """Raise NotANumber if some are none: they could be compared, and would prove nothing."""
+    """Raise NotANumber if some are NaN: they could be compared, and would prove nothing."""
     if isinstance(given, (list, tuple)):
         for item in given:
             check_numbers(item)
@@ -310,7 +310,7 @@ def _places(place: Any) -> list[tuple[int, float]]:
 
 def _vectors(engine: Any, prompt: Any) -> Any:
     known = [task for task in TASKS if task in engine.supported_tasks]
-    task = getattr(engine, "pooling_task", None) or known[0]  # vLLM answers one task of an engine's only
+    task = getattr(engine, "pooling_task", None) or known[0]  # vLLM answers only one task of an engine
     [output] = engine.encode([prompt], pooling_task=task, use_tqdm=False)
     return [task, output.outputs.data.flatten().tolist()]
 
@@ -338,7 +338,7 @@ def _prompts(engine: Any) -> list[Any]:
 
 
 def _heard(item: Any, prompt: Any) -> Any:
-    """An input for an encoder of sound with a decoder of text."""
+    """Return an input for an encoder of sound with a decoder of text."""
     return {"encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": item}}, "decoder_prompt": prompt}
 
 

@@ -1,1 +1,1 @@
-"""Inside vLLM's worker processes."""
+"""The store's code inside vLLM's worker processes."""

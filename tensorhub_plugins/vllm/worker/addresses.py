@@ -1,8 +1,8 @@
-"""Whether a model computes with the memory that an install writes, and the refusal of one that does not.
+"""Checks that a model computes with the memory that an install writes, and the refusal of one that does not.
 
-An install writes the tensors of the model's modules. What moves weights while the engine runs (an offloader that
-refills a buffer from host memory before each layer, a cache that several engines map) computes with other bytes, or
-writes over the new ones, and nothing fails. So
+An install writes the tensors of the model's modules. A mechanism that moves weights while the engine runs (an offloader
+that refills a buffer from host memory before each layer, a cache that several engines map) computes with other bytes,
+or overwrites the new ones, without any error. So
     `check_config`    refuses by name what vLLM has for that, at the start
     `Addresses`       remembers where the weights were when the worker joined, and refuses a model that has moved them
     `check_copies`    refuses a model that holds a weight's values a second time, where no install writes them
@@ -22,7 +22,7 @@ from tensorhub_plugins.vllm.worker.hidden import walk
 
 SEARCHES = 3  # for copies: as the first version comes, after the warm-up, and when the engine has computed
 COPY_ELEMENTS_MIN = 64  # fewer may be equal by chance, as flags and counters are
-BLOCK_LENGTH = 1 << 20  # elements that are summed up at once
+BLOCK_LENGTH = 1 << 20  # elements that are summed at once
 HASH_FACTOR, HASH_SHIFT = 0x9E3779B97F4A7C15 - (1 << 64), 29  # Fibonacci hashing; int64 wraps around
 
 # (where in VllmConfig, whether that value moves weights, what it does, vLLM's option)
@@ -37,7 +37,7 @@ ELSEWHERE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
 
 
 def check_config(vllm_config: Any) -> None:
-    """Raise UsageError for an option by which vLLM computes with other memory than what its modules show."""
+    """Raise UsageError for an option by which vLLM computes with memory that its modules do not show."""
     for path, moves_weights, what, option in ELSEWHERE:
         value: Any = vllm_config
         for name in path.split("."):
@@ -53,7 +53,7 @@ def check_config(vllm_config: Any) -> None:
 
 
 def _offloader() -> Any:
-    """The one of this process, or None where it does nothing."""
+    """Return this process's offloader, or None if it does nothing."""
     from vllm.model_executor import offloader
 
     current = offloader.get_offloader()
@@ -61,10 +61,10 @@ def _offloader() -> Any:
 
 
 class Addresses:
-    """Where each weight of a model is. Raises what `check_copies` does."""
+    """The addresses of a model's weights. Raises what `check_copies` does."""
 
     def __init__(self, model: torch.nn.Module, *, eager: bool = False) -> None:
-        """eager: no graphs are captured, so that what vLLM derives from weights may be replaced by new tensors."""
+        """Record the addresses. eager: no graphs are captured, so new tensors may replace those that vLLM derives."""
         self._model = model
         self._known = {
             name: where
@@ -75,8 +75,8 @@ class Addresses:
         check_copies(model)
 
     def check(self, *, search: bool = True) -> None:
-        """Raise UsageError if a weight is elsewhere by now: captured graphs and peers go on with the memory before. The
-        first times a search for copies is made, too."""
+        """Raise UsageError if a weight has moved: captured graphs and peers would go on using the old memory. The first
+        calls also search for copies."""
         now = dict(_addresses(self._model))
         moved = [name for name, where in self._known.items() if now.get(name) != where]
         if moved:
@@ -96,7 +96,7 @@ def _addresses(model: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.device
 
 
 def check_copies(model: torch.nn.Module) -> None:
-    """Raise UsageError for a tensor beside the weights that holds the values of one of them, in whatever order."""
+    """Raise UsageError for a tensor besides the weights that holds the values of one of them, in any order."""
     live = dict(weights.all_tensors(model))
     own = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
     sizes = {tensor.numel() for tensor in live.values()}
@@ -120,7 +120,7 @@ def check_copies(model: torch.nn.Module) -> None:
 
 
 def _values(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Equal for tensors of the same numbers in any order, of whatever type of float; None: all of them are equal."""
+    """Return a key, equal for tensors of the same numbers in any order and float type; None if all are equal."""
     if tensor.dtype.is_complex or bool((tensor == tensor.flatten()[0]).all()):
         return None
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)

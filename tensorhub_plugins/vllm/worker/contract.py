@@ -1,4 +1,4 @@
-"""What a checkpoint must hold for this model, and the refusal of one that does not, before anything stops.
+"""What a checkpoint must contain for this model, and the refusal of one that does not, before the engine pauses.
 
 Two questions, and when they are asked
     Is it like the last one?    `check`, in the thread that fetched it: names, shapes and kinds of number against the
@@ -51,24 +51,24 @@ NAMES_SHOWN_MAX = 5
 BLOCK_LENGTH = 1 << 20  # elements that are converted at once to be compared
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# An attention layer makes them for checkpoints that have them, and goes on without.
+# An attention layer makes them for checkpoints that have them, and works without.
 OPTIONAL_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 # vLLM's reload leaves these on the live tensors; a rehearsal must not.
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight", "embed_in.weight")
 LIVE_IN_RELOADS = ("bias", "e_score_correction_bias")
-REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # what a module changes in place
+REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # the registries that a module changes in place
 
 
-_Where = tuple[int, int]  # which memory, 0 for all that is real; address in bytes
+_Where = tuple[int, int]  # memory (0: real memory), address in bytes
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What the loaders did with a checkpoint of these shapes.
+    """The record of what the loaders did with a checkpoint of these shapes.
 
     used: the tensors from which they took something. tied: two that fill the same place, so that they must be equal.
     ignored: biases of layers that have none here although their weights were used, so that they must be zero (or the
-    same as another that is used). plan: what this worker needs of them, and where it goes; None: not known.
+    same as another that is used). plan: what this worker needs of them, and where it goes; None: unknown.
     """
 
     shapes: Shapes
@@ -79,7 +79,7 @@ class Rehearsal:
 
 
 class Contract:
-    """What one model accepts. `check` may run in any thread, `rehearse` only where the model does not compute."""
+    """The tensors that one model accepts. `check` may run in any thread, `rehearse` only where the model is idle."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
         self._model, self._vllm_config = model, vllm_config
@@ -87,9 +87,9 @@ class Contract:
         self._accepted: Rehearsal | None = None
 
     def check(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
-        """Raise VersionRefused if these are not the tensors of the checkpoint that was accepted; if any was.
+        """Raise VersionRefused if a checkpoint was accepted and these are not its tensors.
 
-        shapes: as they were published, where of some only a region is here.
+        shapes: the published ones, where only a region of some tensors is here.
         """
         accepted = self._accepted
         if accepted is None:
@@ -111,22 +111,22 @@ class Contract:
         _check_values(self._rehearsed, tensors)
 
     def rehearse_shapes(self, shapes: Shapes) -> Plan | None:
-        """How a checkpoint of these shapes would be used, of which no byte is here; None: its bytes have a say in it,
-        or it would not fill the model."""
+        """Return how a checkpoint of these shapes would be used, before any of its bytes is here; None if that depends
+        on its bytes, or it would not fill the model."""
         try:
             self._rehearsed = rehearse(self._model, self._vllm_config, without_memory(shapes))
-        except Exception as error:  # whatever a loader raises where it finds no numbers
+        except Exception as error:  # whatever a loader raises when it finds no numbers
             logger.info("what is needed of a checkpoint is found out when all of it is here: %s", error)
             return None
         return self._rehearsed.plan
 
     def plan_for(self, shapes: Shapes) -> Plan | None:
-        """What the rehearsal of a checkpoint of these shapes has shown."""
+        """Return the plan from the rehearsal of a checkpoint of these shapes, or None."""
         known = (self._accepted, self._rehearsed)
         return next((one.plan for one in known if one is not None and one.shapes == shapes), None)
 
     def accept(self) -> None:
-        """All workers of the engine have installed what was rehearsed: from now on versions are compared with it."""
+        """Compare later versions with the rehearsed one from now on: all workers of the engine have installed it."""
         if self._accepted is None and self._rehearsed is not None:
             self._accepted = self._rehearsed
             unused = sorted(self._accepted.shapes.keys() - self._accepted.used)
@@ -154,7 +154,7 @@ def _check_values(rehearsal: Rehearsal, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def _is_said_elsewhere(name: str, rehearsal: Rehearsal, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a bias that is used is the same: BERT's head has one, under two names."""
+    """Return whether a bias that is used is equal: BERT's head has one, under two names."""
     others = [other for other in rehearsal.used if other.endswith("bias") and other in tensors]
     return any(_same_values(tensors[name], tensors[other]) for other in others)
 
@@ -218,8 +218,8 @@ def rehearse_in(
     ends: Callable[[str], tuple[bool, bool]],
     heads: bool = False,
 ) -> Rehearsal:
-    """`rehearse` with loaders that write into these places, by their storages, which have no memory. ends: whether this
-    is the first of the ranks that share this tensor, and the last. heads: the output head is the embedding."""
+    """Do as `rehearse` with loaders that write into these places, by storage, which have no memory. ends: is this the
+    first, and the last, of the ranks that share a tensor. heads: the output head is the embedding."""
     recorder = _Recorder(places)
     with recorder:
         try:
@@ -268,29 +268,29 @@ class Place:
     shape: torch.Size
     dtype: torch.dtype
     size: int  # elements of its storage that it spans
-    live: torch.Tensor | None  # what the model computes with
+    live: torch.Tensor | None  # the tensor that the model computes with
     must_be_filled: bool = True  # not a buffer, which a model may compute by itself
     boxes: set[Box] = field(default_factory=set)
-    pieces: dict[Box, Piece] = field(default_factory=dict)  # the last one that was written there
-    constants: set[Box] = field(default_factory=set)  # set to a number that is of no tensor, such as a padding
-    is_made: bool = False  # something was written that is no piece of a tensor
+    pieces: dict[Box, Piece] = field(default_factory=dict)  # the last piece written there
+    constants: set[Box] = field(default_factory=set)  # set to a number from no tensor, such as padding
+    is_made: bool = False  # something else than a piece of a tensor was written
     is_contiguous: bool = True
 
     @property
     def address(self) -> int:
-        """Address of the live memory, which tied parameters share; 0: there is none."""
+        """Return the address of the live memory, which tied parameters share; 0 if there is none."""
         if self.live is None or not self.live.numel():
             return 0
         return _storage(self.live) if self.live.is_meta else self.live.data_ptr()
 
     @property
     def filled(self) -> int:
-        """Elements that were written at least once."""
+        """Return the number of elements that were written at least once."""
         return filled(self.size, self.boxes)
 
     @property
     def is_pieces(self) -> bool:
-        """Whether pieces are all there is in it, each element is of one, and the live tensor is laid out like this."""
+        """Return whether it consists of pieces only, one for each element, and the live tensor has the same layout."""
         live = self.live
         if self.is_made or not self.is_contiguous or live is None or not live.is_contiguous():
             return False
@@ -301,25 +301,25 @@ class Place:
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every operation of the loaders: what is written into which parameter, and from which tensor it came."""
+    """A recorder of all operations of the loaders: what is written into which parameter, and from which tensor."""
 
     def __init__(self, places: dict[int, Place]) -> None:
         super().__init__()
         self.used: set[str] = set()
         self.wrong_kinds: list[str] = []
         self.cast_to_fp8: set[str] = set()
-        self.copies: list[str] = []  # parameters that are written with other parameters of the model
+        self.copies: list[str] = []  # parameters that are written from other parameters of the model
         self._places = places
-        self._origins: dict[int, frozenset[str]] = {}  # storage of what was made of tensors -> their names
-        self._given: list[tuple[_Where, int, str]] = []  # the tensors themselves: where they begin, size in bytes, name
-        self._current = ""  # what the loaders have asked for last
-        self._number_was_read = False  # of it: what is set to a number from now on may be set to that one
+        self._origins: dict[int, frozenset[str]] = {}  # storage of a derived tensor -> names of its origins
+        self._given: list[tuple[_Where, int, str]] = []  # the given tensors: start, size in bytes, name
+        self._current = ""  # the tensor that the loaders asked for last
+        self._number_was_read = False  # a number of it was read: constants written from now on may be that number
         self._tensors: Mapping[str, torch.Tensor] = {}
-        self._taken: dict[str, set[Box]] = {}  # of a tensor, counted from its own beginning
-        self._writers: dict[tuple[int, Box], set[str]] = {}  # by live parameter and box: tensors that alone fill it
+        self._taken: dict[str, set[Box]] = {}  # by tensor, counted from its own beginning
+        self._writers: dict[tuple[int, Box], set[str]] = {}  # by live parameter and box: tensors that fill it alone
 
     def watched(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, for the loaders. They may share one storage, and a loader may ask for all of them first."""
+        """Yield the tensors to the loaders. They may share one storage, and a loader may ask for all of them first."""
         self._tensors = tensors
         self._given = sorted((_where(t), t.nbytes, name) for name, t in tensors.items() if t.numel())
         for name, tensor in tensors.items():
@@ -328,7 +328,7 @@ class _Recorder(TorchDispatchMode):
         self._current = ""
 
     def left_over(self, ends: Callable[[str], tuple[bool, bool]]) -> list[str]:
-        """Tensors of which the loaders took only a part, although it is not another rank that takes the rest.
+        """Return the tensors of which the loaders took only a part, although no other rank takes the rest.
 
         Of a tensor that ranks share, the first one takes the first element and the last one the last.
         """
@@ -346,9 +346,9 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def tied(self, *, heads: bool) -> tuple[tuple[str, str], ...]:
-        """Pairs of tensors that fill the very same place. heads: the output head is the embedding."""
+        """Return pairs of tensors that fill exactly the same place. heads: the output head is the embedding."""
         pairs = {pair for names in self._writers.values() for pair in combinations(sorted(names), 2)}
-        # A head that is the embedding itself is not even looked at by the loaders.
+        # The loaders skip a head that is the embedding itself.
         skipped = [name for name in self._tensors if name.endswith("lm_head.weight") and name not in self.used]
         for head in skipped if heads else ():
             embeddings = [name for name in self.used if name.endswith(EMBEDDINGS)]
@@ -356,12 +356,12 @@ class _Recorder(TorchDispatchMode):
         return tuple(sorted(pairs))
 
     def ignored_biases(self) -> tuple[str, ...]:
-        """Biases that no loader took, of layers whose weights were taken."""
+        """Return biases that no loader took, of layers whose weights were taken."""
         biases = [name for name in self._tensors if name.endswith("bias") and name not in self.used]
         return tuple(name for name in biases if f"{name.removesuffix('bias')}weight" in self.used)
 
     def _given_at(self, tensor: torch.Tensor) -> str:
-        """The name of the tensor of which this one is a view, or ""."""
+        """Return the name of the tensor of which this one is a view, or ""."""
         if not tensor.numel():
             return ""
         memory, address = _where(tensor)
@@ -372,12 +372,12 @@ class _Recorder(TorchDispatchMode):
         return name if of_memory == memory and address < start + size_bytes else ""
 
     def _origin(self, tensor: torch.Tensor) -> frozenset[str]:
-        """The names of the tensors from which this one was made, or of which it is a part."""
+        """Return the names of the tensors from which this one was made, or of which it is a part."""
         name = self._given_at(tensor)
         return frozenset([name]) if name else self._origins.get(_storage(tensor), frozenset())
 
     def _take(self, tensor: torch.Tensor) -> None:
-        """Elements of this view of a given tensor are read."""
+        """Record that elements of this view of a given tensor are read."""
         name = self._given_at(tensor)
         whole = self._tensors.get(name)
         if whole is None or not whole.is_contiguous():
@@ -386,14 +386,14 @@ class _Recorder(TorchDispatchMode):
         self._taken.setdefault(name, set()).add(box)
 
     def _box_in(self, tensor: torch.Tensor, whole: torch.Tensor) -> Box | None:
-        """Where a view of a given tensor lies in it; None: it has other elements."""
+        """Return the box of a view within a given tensor; None if its elements are of another size."""
         if tensor.element_size() != whole.element_size():
             return None
         start = (_where(tensor)[1] - _where(whole)[1]) // whole.element_size()
         return start, tuple(tensor.shape), tuple(tensor.stride())
 
     def _piece(self, func: Any, place: Place, box: Box, target: torch.Tensor, read: list[torch.Tensor]) -> None:
-        """Remember what this writes there, as far as it can be done again by a copy."""
+        """Record what this writes there, as far as a copy can repeat it."""
         if func is torch.ops.aten.copy_.default and len(read) == 1:
             name = self._given_at(read[0])
             whole = self._tensors.get(name)
@@ -408,7 +408,7 @@ class _Recorder(TorchDispatchMode):
             place.constants.add(box)
 
     def plan(self, tied: Sequence[tuple[str, str]], ignored: Sequence[str]) -> Plan | None:
-        """None: of tensors that are not contiguous no parts can be read."""
+        """Return the plan, or None if a tensor is not contiguous: parts of it cannot be read."""
         if any(not tensor.is_contiguous() for tensor in self._tensors.values()):
             return None
         places = [place for place in self._places.values() if place.boxes]
@@ -419,7 +419,7 @@ class _Recorder(TorchDispatchMode):
             shape = self._tensors[name].shape
             is_cut = name in self._taken and len(shape) > 1
             needed[name] = regions_of(self._taken[name], shape) if is_cut else (whole_region(shape),)
-        for one, other in tied:  # they are compared, and so is one region of each
+        for one, other in tied:  # they are compared, so both need the same region
             for name, twin in ((one, other), (other, one)):
                 if twin in needed and name in self._tensors:
                     needed.setdefault(name, needed[twin])
@@ -439,7 +439,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if is_view(func) and isinstance(result, torch.Tensor) and _storage(result) == _storage(args[0]):
-            return result  # nearly all that loaders do: it reads and writes nothing
+            return result  # nearly everything that loaders do: it reads and writes nothing
         arguments = func._schema.arguments
         given = [(arguments[k], value) for k, value in enumerate(args)]
         given += [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]
@@ -452,7 +452,7 @@ class _Recorder(TorchDispatchMode):
         made = _tensors_in(result)
         self._number_was_read |= bool(names) and not made and not written
         for tensor in made:
-            if _storage(tensor) not in known:  # new memory: nothing of what was there before it counts
+            if _storage(tensor) not in known:  # new memory: its former contents do not count
                 self._origins[_storage(tensor)] = names
         if written or not made or any(_storage(tensor) not in known for tensor in made):  # more than a view
             for tensor in read:
@@ -473,7 +473,7 @@ class _Recorder(TorchDispatchMode):
             self._writers.setdefault((where, box), set()).update(names)
         others = [self._places[_storage(source)] for source in read if _storage(source) in self._places]
         self.copies += [f"{place.name} from {other.name}" for other in others if other is not place]
-        if not names:  # a number that was read, or a constant: it is of the tensor in hand, if there is one in hand
+        if not names:  # a number that was read, or a constant: attributed to the current tensor, if there is one
             names = frozenset([self._current] if self._current else self._tensors)
         self.used |= names
         for source in read:
@@ -486,7 +486,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, Place]]:
-    """Tensors without memory in the place of the model's own, by storage; afterwards all is as it was."""
+    """Replace the model's own tensors by ones without memory, and yield these by storage; afterwards restore all."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
 
@@ -517,7 +517,7 @@ def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, Place]]:
 
 
 def _unwrap_loader(tensor: Any) -> None:
-    """A former reload may have left its own loader around the model's."""
+    """Remove the wrapper that a former reload may have left around the model's own loader."""
     wrapped: Any = getattr(tensor, "weight_loader", None)
     loader = wrapped
     while getattr(loader, "__name__", "") == "online_process_loader":
@@ -530,7 +530,7 @@ def _unwrap_loader(tensor: Any) -> None:
 def preserved(model: torch.nn.Module, *, always: bool = False) -> Iterator[None]:
     """Put every module, and what computes for it, back as it was when the block fails (or always).
 
-    The same tensors, attributes and loaders; not the bytes.
+    This restores the same tensors, attributes and loaders; not the bytes.
     """
     from vllm.model_executor.model_loader.reload.layerwise import LOADING_LAYERS, get_layerwise_info
 
@@ -556,7 +556,7 @@ def preserved(model: torch.nn.Module, *, always: bool = False) -> Iterator[None]
 
 
 def _not_filled(places: Mapping[int, Place]) -> list[str]:
-    filled: set[int] = set()  # addresses of live parameters that get new bytes
+    filled: set[int] = set()  # addresses of live parameters that receive new bytes
     lacking: list[tuple[Place, int]] = []
     for place in places.values():
         count, done = place.shape.numel(), place.filled
@@ -564,7 +564,7 @@ def _not_filled(places: Mapping[int, Place]) -> list[str]:
             filled.add(place.address)
         if done < count and place.must_be_filled and not _is_optional(place):
             lacking.append((place, done))
-    # A tied head is given nothing, and shares what its embedding is given.
+    # A tied head receives nothing, and shares what its embedding receives.
     return [
         f"{place.name} {_text(place.dtype, place.shape)} gets {done} of {place.shape.numel()} elements"
         for place, done in lacking
@@ -579,14 +579,14 @@ def _is_optional(place: Place) -> bool:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     is_attention = isinstance(place.layer, AttentionLayerBase | MMEncoderAttention)
-    return is_attention and hasattr(place.layer, "process_weights_after_loading")  # as vLLM's own, of 0.28 and newer
+    return is_attention and hasattr(place.layer, "process_weights_after_loading")  # as vLLM's own do, from 0.28 on
 
 
 # --- small things ---
 
 
 def kind(dtype: torch.dtype) -> torch.dtype | str:
-    """Numbers of one kind are converted into each other by a loader's copy; others would be cut off or made up."""
+    """Return the kind of number. A loader's copy converts within a kind; others would be truncated or made up."""
     return "float" if dtype in FLOATS else dtype
 
 
@@ -595,7 +595,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _where(tensor: torch.Tensor) -> _Where:
-    """Of a tensor without memory: its storage, and bytes within it."""
+    """Return where a tensor lies: storage and offset in bytes if it has no memory, else 0 and its address."""
     if tensor.is_meta:
         return _storage(tensor), int(tensor.storage_offset()) * tensor.element_size()
     return 0, tensor.data_ptr()
@@ -616,5 +616,5 @@ def _text(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of them, for a message."""
+    """Return the first names, for a message."""
     return ", ".join(names[:NAMES_SHOWN_MAX]) + (", ..." if len(names) > NAMES_SHOWN_MAX else "")

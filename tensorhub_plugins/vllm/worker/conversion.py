@@ -2,8 +2,8 @@
 
 The engine stands still for it. The reload works through every layer in Python, and for most layers it comes down to
 writing boxes of tensors where the plan says (plan.py). But a model may rename, permute and scale what it loads and
-derive more from it, loaders may read what they were not seen to read, and a reload may leave behind what it derived the
-first time. So the first conversion of a checkpoint is a trial
+derive more from it, loaders may read what no rehearsal showed, and a reload may leave behind what it derived the first
+time. So the first conversion of a checkpoint is a trial
 
     reload the checkpoint      state 1
     copy noise                 state 2, where copies are possible at all
@@ -12,12 +12,12 @@ first time. So the first conversion of a checkpoint is a trial
                                the checkpoint only the regions that the plan needs, with nonsense around them
     reload the checkpoint      state 5, only if 4 is not 1
 
-of the digests of all weights, and of every other tensor and number that hangs on the model (hidden.py).
+of the digests of all weights, and of every other tensor and number reachable from the model (hidden.py).
     2 equals 3      in all weights of a layer: copies do there what a reload does, and are used from now on
     1 equals 4      nothing else of the checkpoint is needed: from now on only those regions are fetched
     1 equals the last      an install leaves nothing of the version before, or the model is refused
     1 unlike 3      in every weight that is derived from others, or the model is refused
-    hidden, 1 unlike 3      derived, and no part of a raw copy: raw copies are not traded with peers
+    hidden, 1 unlike 3      derived, and no part of a raw copy: raw copies are not exchanged with peers
 
 A first checkpoint of which only those regions have come, because a rehearsal without its bytes has named them, goes the
 same way: around them state 1 has zeros and state 4 nonsense. Where these are not equal, all of it must come first.
@@ -57,46 +57,46 @@ from tensorhub_plugins.vllm.worker.votes import ALONE, Steps
 logger = get_logger(__name__)
 
 NOISE_LENGTH = 1_048_583  # elements; a prime, so that rows and blocks of a weight do not repeat with it
-NOISE_STEP = 7_919  # between the noise of one tensor and that of the next
-ZERO = 0x00  # in every byte: unlike NONSENSE as anything
-WORTH_IT = 0.95  # of the checkpoint's bytes: to fetch regions, rather than all, is to save more than some tiny tensors
+NOISE_STEP = 7_919  # offset between the noise of one tensor and of the next
+ZERO = 0x00  # in every byte: as unlike NONSENSE as possible
+WORTH_IT = 0.95  # of the checkpoint's bytes: fetching regions must save more than some tiny tensors
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # target and source of a copy
-_Lies = tuple[Region, tuple[int, ...]]  # what is there, and the strides of its tensor
-_Place = tuple[str, Box, int, Box | None]  # target, where in it, which of what is there, where in that; None: all of it
+_Lies = tuple[Region, tuple[int, ...]]  # a region, and the strides of its tensor
+_Place = tuple[str, Box, int, Box | None]  # target, box in it, index of the held region, box in that (None: all of it)
 
 
 class NotEnough(Exception):
-    """More of a checkpoint is needed than what is there; the weights are mixed."""
+    """More of a checkpoint is needed than what is here; the weights are mixed."""
 
 
 @dataclass(frozen=True)
 class _State:
-    """Digests, or values, by name."""
+    """The digests, or values, by name."""
 
     weights: dict[str, str]
     hidden: dict[str, object]
 
 
 class Conversion:
-    """hidden: what the model computes with, follows its weights, and no raw copy would carry; known after a trial."""
+    """The conversion of checkpoints. hidden: what the model derives and no raw copy carries, known after a trial."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, steps: Steps = ALONE) -> None:
-        """steps: with the workers that this one makes scales together with (online.py)."""
+        """Begin without a trial. steps: with the workers that this one makes scales together with (online.py)."""
         self._model, self._vllm_config, self._steps = model, vllm_config, steps
-        self._tried: Shapes | None = None  # the checkpoint that was put to the test
-        self._copies_are_right = False  # of all layers
-        self._plan: Plan | None = None  # proved to be all that is needed
-        self._process: frozenset[str] = frozenset()  # then: the layers that are reloaded, the others are copied
-        self._places: Places | None = None  # what is copied by the plan
+        self._tried: Shapes | None = None  # the shapes of the checkpoint that was tried
+        self._copies_are_right = False  # for all layers
+        self._plan: Plan | None = None  # proved to be sufficient
+        self._process: frozenset[str] = frozenset()  # with a plan: the layers that are reloaded, the others are copied
+        self._places: Places | None = None  # the copies of the plan
         self.hidden: tuple[str, ...] = ()
 
     def install(self, checkpoint: Mapping[str, torch.Tensor] | Given) -> Literal["copy", "reload"]:
-        """Replace all weights of the model by these, under their Hugging Face names. Says how; "reload" also where only
+        """Replace all weights of the model by these, under their Hugging Face names. Return how: "reload" also if only
         some layers need it.
 
-        Raises NotEnough for a first checkpoint that is to come whole, whatever a loader raises, or UsageError for a
+        Raises NotEnough for a first checkpoint that has to arrive whole, whatever a loader raises, or UsageError for a
         model whose updates are shown to be wrong; its weights are mixed then.
         """
         given = checkpoint if isinstance(checkpoint, Given) else Given.of(checkpoint)
@@ -108,11 +108,11 @@ class Conversion:
         return "copy" if self._copies_are_right else "reload"
 
     def wanted(self) -> Plan | None:
-        """What of the next checkpoint is to be fetched: only what this plan needs; None: all of it."""
+        """Return what of the next checkpoint to fetch: only what this plan needs; None: all of it."""
         return worth_it(self._plan)
 
     def fits(self, shapes: Shapes) -> bool:
-        """Whether a checkpoint of these shapes was put to the test."""
+        """Return whether a checkpoint of these shapes was tried."""
         return self._tried == shapes
 
     def _install(self, given: Given) -> None:
@@ -160,10 +160,10 @@ class Conversion:
             logger.info("%.1f of %.1f MB are needed here", plan.needed_bytes / 1e6, plan.checkpoint_bytes / 1e6)
 
     def _compare(self, first: _State, copied: _State | None, noisy: _State, plan: Plan | None) -> None:
-        """From what copies of noise have made, as against a reload of it: how checkpoints are to be installed."""
+        """Decide how checkpoints are installed, by comparing copies of noise with a reload of it."""
         wrong = _differ({} if copied is None else copied.weights, noisy.weights)
         derived = _differ(first.hidden, noisy.hidden)
-        # What is derived and beside the weights shows that copies are not enough, but not for which layer.
+        # Derived values outside the weights show that copies are not enough, but not for which layer.
         lags = copied is not None and any(copied.hidden.get(name) != noisy.hidden.get(name) for name in derived)
         if not wrong and not lags:
             self._copies_are_right, self._plan = True, plan
@@ -173,7 +173,7 @@ class Conversion:
             self._plan = plan
 
     def _is_as(self, first: _State, noisy: _State | None, given: Given) -> bool:
-        """Install it from what the plan says is needed, and see whether that makes what a reload of all has made."""
+        """Install only what the plan needs, and return whether that has the same result as a reload of everything."""
         plan = self._plan
         if plan is None:
             if self._copies_are_right:
@@ -198,7 +198,7 @@ class Conversion:
         else:
             derived = reload.derived(self._model)
             stale += [name for name in derived if noisy.weights.get(name) == first.weights.get(name)]
-            # What follows returns with the checkpoint, or lags one install behind; counters and scratch do neither.
+            # Derived values return with the checkpoint, or lag one install behind; counters and scratch do neither.
             self.hidden = tuple(
                 name
                 for name in _differ(first.hidden, noisy.hidden)
@@ -229,7 +229,7 @@ class Conversion:
         weights.refresh_scalars(self._model)
 
     def _copies(self) -> Callable[[str, Sequence[Held]], Pairs]:
-        """What goes where of a tensor of the checkpoint."""
+        """Return a function that gives the copies for a tensor of the checkpoint."""
         plan = self._plan
         if plan is None:
             targets = self._targets()
@@ -239,16 +239,16 @@ class Conversion:
         return partial(self._places.pairs, weights.by_name(self._model))
 
     def _targets(self) -> dict[str, torch.Tensor]:
-        """Without a plan: where the tensors of a checkpoint would go; {} if copies are out of the question."""
+        """Return where the tensors of a checkpoint go without a plan; {} if copies are impossible."""
         of_names = weights.checkpoint_view(self._model, self._vllm_config) or {}
-        return without_aliases(of_names)  # a tied head comes under the name of the embedding, which is first
+        return without_aliases(of_names)  # a tied head is listed under the embedding's name, which is first
 
     def _reload(self, checkpoint: Weights, *layers: frozenset[str]) -> None:
         with online.in_step(self._model, self._steps):
             reload.reload_checkpoint(self._model, self._vllm_config, checkpoint, *layers)
 
     def _whole(self, given: Given, names: Sequence[str] | None = None) -> Weights:
-        """In one order in all workers that quantize together."""
+        """Return the whole tensors, in the same order in all workers that quantize together."""
         names = given.names if names is None else names
         return given.whole(sorted(names) if self._steps.together else names)
 
@@ -266,20 +266,20 @@ class Conversion:
 
 
 class Places:
-    """Where the pieces of a plan lie in what has come, and in the parameters: numbers, which stay what they are from
-    one version to the next. To find them takes many times as long as to make the views, and the engine stands still."""
+    """A cache of where the pieces of a plan lie in a checkpoint and in the parameters: numbers that stay the same from
+    version to version. Finding them takes many times as long as making the views, while the engine is paused."""
 
     def __init__(self, plan: Plan, process: frozenset[str]) -> None:
         self._plan, self._process = plan, process
         self._pieces = plan.by_source(without=process)
-        self._known: dict[str, tuple[list[_Lies], list[_Place]]] = {}  # by tensor: as it came the last time
+        self._known: dict[str, tuple[list[_Lies], list[_Place]]] = {}  # by tensor: as it arrived the last time
 
     def are_of(self, plan: Plan, process: frozenset[str]) -> bool:
-        """Whether they are what this plan copies, but for these layers."""
+        """Return whether these are the places of this plan, except for these layers."""
         return self._plan is plan and self._process == process
 
     def pairs(self, live: Mapping[str, torch.Tensor], name: str, held: Sequence[Held]) -> Pairs:
-        """What is copied of this tensor of the checkpoint."""
+        """Return the copies of this tensor of the checkpoint."""
         lies = [(region, tensor.stride()) for region, tensor in held]
         known = self._known.get(name)
         if known is None or known[0] != lies:
@@ -298,7 +298,7 @@ class Places:
 
 
 def worth_it(plan: Plan | None) -> Plan | None:
-    """The plan, if only what it needs is to be fetched."""
+    """Return the plan, if fetching only what it needs pays."""
     return plan if plan is not None and plan.needed_bytes < WORTH_IT * plan.checkpoint_bytes else None
 
 
@@ -307,9 +307,9 @@ def _differ(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]
 
 
 def noise(shapes: Shapes, checkpoint: Mapping[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """A checkpoint of these names, dtypes and shapes, the same every time, whose tensors are unlike each other.
+    """Yield a checkpoint of these names, dtypes and shapes, the same every time, whose tensors are unlike each other.
 
-    Of `checkpoint`, whole numbers stay as they are: they may be indices.
+    Integers of `checkpoint` are kept: they may be indices.
     """
     block = torch.randn(NOISE_LENGTH, generator=torch.Generator().manual_seed(0))
     endless = {dtype: torch.cat([block, block]).to(dtype) for dtype in {dtype for dtype, _ in shapes.values()}}

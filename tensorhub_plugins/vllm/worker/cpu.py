@@ -1,4 +1,4 @@
-"""vLLM on a CPU, whose stock build hides weights from us; nothing here does anything on a GPU.
+"""vLLM on a CPU, whose stock build hides weights from the store; nothing here has an effect on a GPU.
 
 Linear layers move their weights into a oneDNN handle and leave an empty parameter. Output heads keep the parameter but
 compute with a packed copy: a tied head then looks up new rows and scores with old ones, silently. Experts are packed
@@ -21,7 +21,7 @@ from tensorhub_plugins.vllm.worker import online
 
 @contextmanager
 def live_layers() -> Iterator[None]:
-    """Unquantized CPU layers that finish loading inside compute with their parameters from then on.
+    """Have unquantized CPU layers that finish loading inside compute with their parameters from then on.
 
     Open around load_model and around a reload. Does nothing on other platforms.
     """
@@ -45,7 +45,7 @@ def live_layers() -> Iterator[None]:
 
 
 def _living(original: Any) -> Any:
-    """A process_weights_after_loading that packs nothing, and stays with the quant method it once ran on."""
+    """Return a process_weights_after_loading that packs nothing, and stays on the quant method it once ran on."""
 
     def process_weights_after_loading(method: Any, layer: Any) -> None:
         if layer.weight.ndim != 2:  # convolutions pack within their own, visible, parameter
@@ -99,7 +99,7 @@ def forget_expert_kernels(model: torch.nn.Module, layers: Collection[str] | None
 
 
 def refresh_convolutions(model: torch.nn.Module) -> None:
-    """Mamba2 computes with a view of its convolution's weight, which the CPU build packs into other memory."""
+    """Refresh Mamba2's view of its convolution's weight, which the CPU build packs into other memory."""
     for mixer in model.modules():
         view = mixer._buffers.get("conv_weights")
         unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)

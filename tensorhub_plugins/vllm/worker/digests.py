@@ -1,4 +1,4 @@
-"""Digests of what a model really holds: for its owner, and to prove that it is what was received."""
+"""Digests of what a model actually holds: for its owner, and to prove that it is what was received."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tensorhub_plugins.vllm.worker.update_state import Staged
 
 
 def of_live(model: torch.nn.Module, vllm_config: Any) -> dict[str, Any]:
-    """runtime: {name: hex}; checkpoint: {Hugging Face name: hex}, or None where the names cannot be told apart."""
+    """Return runtime: {name: hex}; checkpoint: {Hugging Face name: hex}, or None where the names are unknown."""
     view = weights.checkpoint_view(model, vllm_config)
     return {
         "runtime": {name: weights.digest(tensor) for name, tensor in weights.tensors(model).items()},
@@ -21,9 +21,9 @@ def of_live(model: torch.nn.Module, vllm_config: Any) -> dict[str, Any]:
 
 
 def verify(worker: str, model: torch.nn.Module, layout: str, shard: int, installed: Staged) -> bool:
-    """Record the digests of what was installed; False if the live weights are not what a peer has sent.
+    """Record the digests of what was installed; return False if the live weights are not what a peer has sent.
 
-    The caller sees to it that nothing writes the weights meanwhile.
+    The caller ensures that nothing writes the weights meanwhile.
     """
     version, report = installed.version, installed.report
     algorithms = {} if report is None else report.algorithms
@@ -31,11 +31,11 @@ def verify(worker: str, model: torch.nn.Module, layout: str, shard: int, install
     described = live.manifest(algorithm=algorithms[shard]) if shard in algorithms else live.manifest()
     root = described.root().hex()
     run_log.record("digests", worker=worker, version=version, layout=layout, digests={"root": root})
-    if report is None:  # they came from elsewhere: there is nothing to compare with
+    if report is None:  # not from the store: there is nothing to compare with
         return True
     if report.layout == layout:
         return bool(report.roots == {shard: root})
-    # What was not read whole has no root that anybody else knows.
+    # A checkpoint that was not read whole has no root that others know.
     if installed.fetched is not None and installed.fetched.wanted is None and run_log.enabled():
         roots = installed.fetched.roots()
         named = {run_log.root_key(source, len(roots)): root for source, root in roots.items()}

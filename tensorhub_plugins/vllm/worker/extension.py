@@ -1,7 +1,7 @@
-"""What runs inside every vLLM worker: it pulls a version while the engine generates, and swaps it in when told.
+"""The code inside every vLLM worker: it pulls a version while the engine generates, and installs it on request.
 
 Give an engine `worker_extension_cls="tensorhub_plugins.vllm.TensorHubWorkerExtension"`; vLLM then mixes this class
-into its worker. The way of one update; each step is one `collective_rpc` to all workers of the engine
+into its worker. One update; each step is one `collective_rpc` to all workers of the engine
     tensorhub_connect(config)          once, after the engine has started; see config.WorkerConfig
     tensorhub_start_fetch(version)     the bytes arrive in host memory, in a thread, while the engine generates
     tensorhub_poll()                   until every worker's "state" is "ready"; both return at once
@@ -10,7 +10,7 @@ into its worker. The way of one update; each step is one `collective_rpc` to all
     tensorhub_install(version)         a local copy or reload (waits): all workers of the engine or none
     resume the engine                  only if every worker's result says "installed"
 
-What goes in
+What is installed
     The runtime layout when a peer has it or is making it (a plain copy); else the checkpoint, which this worker
     converts (conversion.py: by vLLM's layerwise reload, or by copies shown to be the same) and publishes in the
     runtime layout for its peers.
@@ -25,7 +25,7 @@ With `install="direct"` bytes go from the peer straight into the live weights, w
 
 Never mixed bytes
     Until the first byte of the model changes, a failure leaves the old version whole. After it the worker is
-    *broken* until an install succeeds: `tensorhub_poll` says so, `tensorhub_guard` raises, and execute_model
+    *broken* until an install succeeds: `tensorhub_poll` reports it, `tensorhub_guard` raises, and execute_model
     refuses to compute, which ends the engine rather than let it answer. So: do not resume, fetch and install again.
     Workers of one engine agree before they change anything and again afterwards; one that failed breaks all.
 
@@ -62,14 +62,14 @@ TIMEOUT_S = 60.0
 
 
 class TensorHubWorkerExtension:
-    """Mixed into vLLM's Worker. Arguments and results are plain types, as collective_rpc needs them."""
+    """A mixin for vLLM's Worker. Arguments and results are plain types, as collective_rpc requires."""
 
     model_runner: Any  # the worker's own, as is
     vllm_config: Any
-    tensorhub_leave_weights: tuple[str, ...] = ()  # names of a subclass's methods that only read: calls cost nothing
+    tensorhub_leave_weights: tuple[str, ...] = ()  # a subclass's methods that only read: not checked
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's worker is about to be made: the only moment before load_model at which an extension is asked."""
+        """Hook into vLLM's worker as it is made: the only moment before load_model that an extension gets."""
         following = super().__new__
         worker: Any = following(cls) if following is object.__new__ else following(cls, *args, **kwargs)
         hook(cls)
@@ -77,9 +77,9 @@ class TensorHubWorkerExtension:
         return worker
 
     def tensorhub_connect(self, config: dict[str, Any], secret: str | None = None) -> dict[str, Any]:
-        """Join the store. Returns layout, shard, shard_count, size_bytes, vllm; UsageError says what cannot work.
+        """Join the store. Return layout, shard, shard_count, size_bytes, vllm; UsageError says what cannot work.
 
-        secret: the run's, where this process's environment has none."""
+        secret: the run's, if this process's environment has none."""
         import vllm
 
         if secret is not None and keys_from_environment() is None:
@@ -100,23 +100,23 @@ class TensorHubWorkerExtension:
         }
 
     def tensorhub_start_fetch(self, version: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Start to get this version, in a thread. UsageError if another is on its way or this one is installed."""
+        """Start fetching this version, in a thread. UsageError during another fetch, or if it is installed."""
         _updater(self).start_fetch(version, timeout_s)
 
     def tensorhub_poll(self) -> dict[str, Any]:
-        """state ("idle", "fetching", "ready", "failed", "broken"), version, next_version, error, report, ..."""
+        """Return state ("idle", "fetching", "ready", "failed", "broken"), version, next_version, error, report, ..."""
         return _updater(self).poll()
 
     def tensorhub_discard(self) -> None:
-        """Give up a version that is ready and will not be installed."""
+        """Drop a version that is ready and will not be installed."""
         _updater(self).discard()
 
     def tensorhub_prepare_install(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Call before the pause, between two steps: the install will neither wait nor find another model."""
+        """Prepare an install before the pause, between two steps: it will neither wait nor find another model."""
         _updater(self).prepare_install(timeout_s)
 
     def tensorhub_install(self, version: int, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-        """Call while the engine is paused. Never raises; see "installed", "error", "broken", "seconds", "layout"."""
+        """Install while the engine is paused. Never raises; see "installed", "error", "broken", "seconds", "layout"."""
         result = _updater(self).install(version, timeout_s)
         if result["installed"]:
             progress.begin_again(self.model_runner)
@@ -129,28 +129,28 @@ class TensorHubWorkerExtension:
             updater.guard()
 
     def tensorhub_guard_all(self, stale: str = "") -> None:
-        """The same if any worker's of the engine must not be, or the caches of its core (stale); all of them are asked
-        at once, and nothing runs."""
+        """Raise BrokenWeights if any worker of the engine must not be used, or the caches of its core (stale). All are
+        asked at once, while nothing runs."""
         updater = attached(self)
         if updater is not None:
             updater.guard(together=True, stale=stale)
 
     def tensorhub_health(self) -> str | None:
-        """Why this worker's weights must not be used, or None."""
+        """Return why this worker's weights must not be used, or None."""
         updater = attached(self)
         return None if updater is None or updater.is_asleep else updater.poll()["broken"]
 
     def tensorhub_version(self) -> int | None:
-        """That of its weights; 0: none of the store's; None: it is not in the store."""
+        """Return the version of its weights; 0: none of the store's; None: it has not joined."""
         updater = attached(self)
         return None if updater is None else updater.poll()["version"]
 
     def tensorhub_digests(self) -> dict[str, Any]:
-        """layout, version, runtime {name: hex}, checkpoint {Hugging Face name: hex} or None."""
+        """Return layout, version, runtime {name: hex}, checkpoint {Hugging Face name: hex} or None."""
         return _updater(self).digests()
 
     def tensorhub_close(self) -> None:
-        """Leave the store; the engine goes on with the weights it has. Takes seconds if nobody else has its version."""
+        """Leave the store; the engine keeps its weights. Takes seconds if no other worker has its version."""
         leave(_model(self), hands_over=True)
 
 
@@ -160,7 +160,7 @@ class TensorHubWorkerExtension:
 def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any) -> Updater:
     """Join the store with this worker's model, in all workers of the engine at once; UsageError says what cannot work.
 
-    The updater belongs to the model from then on (see `attached`), in the place of one that did before.
+    The updater belongs to the model from then on (see `attached`), and replaces a former one.
     """
     import vllm
 
@@ -179,14 +179,14 @@ def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any) -> Upda
 
 
 def leave(model: torch.nn.Module | None, *, hands_over: bool = False) -> None:
-    """Leave the store, if this model is in it."""
+    """Leave the store, if this model has joined it."""
     updater = None if model is None else vars(model).pop("tensorhub_updater", None)
     if updater is not None:
         updater.close(hands_over=hands_over)
 
 
 def attached(worker: Any) -> Updater | None:
-    """The updater of this worker's model."""
+    """Return the updater of this worker's model, or None."""
     model = _model(worker)
     return None if model is None else vars(model).get("tensorhub_updater")
 
@@ -205,10 +205,9 @@ def extend(vllm_config: Any) -> None:
 
 
 def hook(worker_class: type) -> None:
-    """Wrap, once, what vLLM asks of its workers. Those whose model has no updater do not notice.
+    """Wrap the methods that vLLM calls on its workers, once. Without an updater on the model they behave as before.
 
-    A mixin cannot override what the worker class defines itself.
-    """
+    A mixin cannot override what the worker class defines itself."""
     if "tensorhub_hooked" in vars(worker_class):
         return
     worker_class.tensorhub_hooked = True  # type: ignore[attr-defined]
@@ -246,7 +245,7 @@ def _load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _warm_up(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """It captures CUDA graphs, which any other thread's call to the device would make invalid."""
+    """Warm up with the gate closed: other threads' calls to the device would invalidate the CUDA graphs it captures."""
     gate.close()
     try:
         result = original(*args, **kwargs)
@@ -259,7 +258,7 @@ def _warm_up(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _execute_model(original: Any, worker: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-    # A step without tokens computes nothing: vLLM makes one to clear requests whose clients have gone.
+    # A step without tokens computes nothing: vLLM makes one to clear requests whose clients have disconnected.
     if scheduled.total_num_scheduled_tokens:
         worker.tensorhub_guard()
     if attached(worker) is not None:
@@ -291,11 +290,11 @@ def _wake_up(original: Any, worker: Any, tags: list[str] | None = None) -> Any:
 
 
 def _discard(original: Any, worker: Any, tags: tuple[str, ...]) -> Any:
-    """Since vLLM 0.32: throw away some memory without sleeping."""
+    """Free some memory without sleeping, as vLLM does since 0.32."""
     updater = attached(worker) if "weights" in tags else None
     if updater is not None:
         updater.before_external_change("discard")
-        forget_live_memory()  # other memory may come to be at its addresses
+        forget_live_memory()  # other memory may be mapped at its addresses
         updater.mark_broken("discard threw the weights away")
     return original(tags)
 
@@ -311,7 +310,7 @@ def _external_change(name: str, original: Any, worker: Any, *args: Any, **kwargs
 
 
 def _load_again(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Another model would answer than the one that the store has, and that updates would go on to write to."""
+    """Refuse to load another model: it would answer instead of the store's, and updates would write into it."""
     if attached(worker) is not None:
         raise UsageError("load_model: this engine's weights are in the store: publish a version, or use reload_weights")
     return original(*args, **kwargs)
@@ -360,10 +359,10 @@ def _model(worker: Any) -> torch.nn.Module | None:
 
 
 def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
-    """Refuse what would go wrong silently."""
+    """Raise UsageError for settings that would fail silently."""
     parallel = vllm_config.parallel_config
     if getattr(vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
-        # vLLM then ties them or not by the values of the first weights, and later ones would go astray.
+        # vLLM then ties them or not by the values of the first weights, which may be wrong for later ones.
         raise UsageError(
             "config.json says that the word embeddings are tied, and the checkpoint holds an lm_head of its own: set "
             "tie_word_embeddings to false, or leave lm_head out of the checkpoint"
@@ -395,7 +394,7 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
 
 
 def _check_ranks(vllm_config: Any) -> None:
-    """Ranks that share experts step together: who updates one of them at a time waits for the others for ever."""
+    """Raise UsageError for ranks that share experts, and so step together, but would be updated one at a time."""
     transfer = getattr(vllm_config, "weight_transfer_config", None)
     if vllm_config.load_config.load_format != names.NAME or getattr(transfer, "backend", None) == names.NAME:
         raise UsageError(

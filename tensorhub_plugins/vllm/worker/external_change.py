@@ -1,4 +1,4 @@
-"""What else changes the weights of a worker that is in the store: vLLM's own routes, for anybody's back end."""
+"""Changes of a worker's weights from outside the store: vLLM's own routes, for any back end."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tensorhub_plugins.vllm.worker.votes import anyone
 def external_change(
     updater: Updater, what: str, model: torch.nn.Module, vllm_config: Any, *, is_certain: bool = True
 ) -> Iterator[None]:
-    """Around it, in all workers of the engine at once: no peer reads the weights meanwhile, and afterwards they are no
-    version of the store. When it fails they are what they were and served as before, or broken.
+    """Wrap such a change, in all workers of the engine at once: no peer reads the weights meanwhile, and afterwards
+    they are no version of the store. If it fails they are unchanged and served as before, or broken.
 
-    is_certain: it changes them, now or by what follows; else only where their bytes are others afterwards."""
+    is_certain: it changes them, now or later on; else only if their bytes differ afterwards."""
     updater.before_external_change(what)
     before = Slab.adopt(weights.tensors(model)).manifest()
     reason = ""

@@ -1,9 +1,9 @@
-"""Which workers may copy raw weights from each other.
+"""The fingerprint that decides which workers may copy raw weights from each other.
 
 Equal names, dtypes, shapes and strides are not enough: kernels permute weights within the same shape. The fingerprint
 therefore covers everything that decides what the bytes mean: vLLM's version, the processor, the model's configuration,
 quantization, the kernel every layer chose, and each worker's place in the parallel groups. It is one string for the
-whole replica; worker k of one replica trades with worker k of another.
+whole replica; worker k of one replica copies from worker k of another.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tensorhub_plugins.vllm.worker import weights
 
 
 def fingerprint(model: torch.nn.Module, vllm_config: Any, *, ranks: Mapping[str, int]) -> bytes:
-    """32 bytes that are equal for two workers exactly when their runtime tensors may be copied raw.
+    """Return 32 bytes that are equal for two workers exactly when their runtime tensors may be copied raw.
 
-    `ranks` says where this worker stands in its parallel groups (see `parallel_ranks`).
+    `ranks`: this worker's position in its parallel groups (see `parallel_ranks`).
     """
     import vllm
     from vllm.platforms import current_platform
@@ -32,7 +32,7 @@ def fingerprint(model: torch.nn.Module, vllm_config: Any, *, ranks: Mapping[str,
     hf_config = {
         key: value
         for key, value in model_config.hf_config.to_dict().items()
-        if not key.startswith("_") and key != "transformers_version"  # where it came from, not what it is
+        if not key.startswith("_") and key != "transformers_version"  # its provenance, not its contents
     }
     chip = _cpu_isa() if current_platform.is_cpu() else str(current_platform.get_device_capability())
     description = {
@@ -53,7 +53,7 @@ def fingerprint(model: torch.nn.Module, vllm_config: Any, *, ranks: Mapping[str,
 
 
 def replica_layout(fingerprints: Iterable[bytes]) -> str:
-    """The layout string of a replica, from the fingerprints of its workers in shard order.
+    """Return the layout string of a replica, from the fingerprints of its workers in shard order.
 
     All workers of a replica publish under this one string; tensors are compared one by one on top of it.
     """
@@ -61,9 +61,9 @@ def replica_layout(fingerprints: Iterable[bytes]) -> str:
 
 
 def parallel_ranks(vllm_config: Any) -> dict[str, int]:
-    """Rank and size of this worker in the groups that decide which part of the weights it holds."""
+    """Return rank and size of this worker in the groups that decide which part of the weights it holds."""
     parallel, places = vllm_config.parallel_config, ["tp", "pp"]
-    if parallel.data_parallel_size > 1:  # of a mixture of experts; ranks of a dense model are engines of their own
+    if parallel.data_parallel_size > 1:  # a mixture of experts; ranks of a dense model are engines of their own
         places.append("dp")
     if parallel.enable_expert_parallel:
         places.append("ep")
@@ -73,9 +73,9 @@ def parallel_ranks(vllm_config: Any) -> dict[str, int]:
 
 
 def ends_of(ranks: Mapping[str, int], name: str) -> tuple[bool, bool]:
-    """Whether this worker is the first, and the last, of those that share this tensor of a checkpoint.
+    """Return whether this worker is the first, and the last, of those that share this tensor of a checkpoint.
 
-    Data parallel ranks share experts as tensor parallel ones do, and have all of the rest.
+    Data parallel ranks share experts as tensor parallel ones do, and have the rest in full.
     """
     shared_by = ("tp", "dp") if ".experts." in name else ("tp",)
     places = [(ranks[place], ranks[f"{place}_size"]) for place in shared_by if place in ranks]
@@ -83,17 +83,16 @@ def ends_of(ranks: Mapping[str, int], name: str) -> tuple[bool, bool]:
 
 
 def group_of(place: str) -> Any:
-    """vLLM's group of this worker: "tp", "pp", "dp" or "ep"."""
+    """Return vLLM's group of this worker: "tp", "pp", "dp" or "ep"."""
     from vllm import distributed
 
     return getattr(distributed, f"get_{place}_group")()
 
 
 def _kernels(model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """What every layer chose to compute with, because that decides how its weights are packed.
+    """Yield the kernels that each layer chose, because they decide how its weights are packed.
 
-    Names of classes, enums and flags only: nothing that may differ between two equal engines, such as
-    addresses.
+    Names of classes, enums and flags only: nothing that may differ between two equal engines, such as addresses.
     """
     for name, module in model.named_modules():
         choices: list[str] = []

@@ -1,15 +1,15 @@
-"""Every tensor and every float that hangs on a model, wherever it hangs.
+"""All tensors and floats that are reachable from a model, wherever they are.
 
     for name, value in walk(model): ...     "model.layers.0.mixer.conv_weights", a tensor or a Python float
 
 A model computes with more than its parameters and buffers: tensors kept as plain attributes, in lists and dicts, in the
-closures of functions and in what functools.partial has bound, in quantization methods and attention back ends. Whether
-an update renews those is not said, so a proof that it does has to find them all.
+closures of functions and in what functools.partial has bound, in quantization methods and attention back ends. Nothing
+states whether an update renews those, so a proof that it does has to find them all.
 
 What is found
     Parameters and buffers first, under the names that the model gives them. Then the rest, nearest first, so that what
-    can be reached on several ways has its shortest name. One object once. Numpy arrays and numbers count.
-What is left out
+    can be reached on several ways has its shortest name. One object once. Numpy arrays and numbers count. What is left
+    out
     KV caches, which no checkpoint determines. Configurations, process groups, loggers, threads and the store's own
     objects, behind which nothing is computed with. Empty tensors and those on the meta device. Classes and modules of
     Python: what a class holds belongs to all of its objects, of any model.
@@ -28,7 +28,7 @@ import torch
 
 KV_CACHES = frozenset({"kv_cache", "kv_caches"})  # attributes of vLLM's attention, Mamba and linear attention layers
 
-# Where the types come from whose objects are not looked into. Modules of a model (torch.nn.Module) always are.
+# Packages whose objects are not entered. Modules of a model (torch.nn.Module) always are.
 STRANGERS = (
     *("vllm.config", "vllm.distributed", "vllm.logger", "torch.distributed", "torch._dynamo", "torch._inductor"),
     *("transformers", "logging", "threading", "concurrent", "tensorhub_plugins"),
@@ -36,12 +36,12 @@ STRANGERS = (
 
 _OF_MODULES = frozenset({"_modules", "_parameters", "_buffers"})  # visited under their public names
 _LEAVES = (str, bytes, bytearray, bool, int, complex, type(None), type, range, torch.dtype, torch.device, torch.Size)
-_Way = tuple[str, Any]  # a name, and what stands there
+_Way = tuple[str, Any]  # a name, and the value
 
 
 def walk(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | float]]:
-    """Names and live values: writing into a tensor changes the model. Equal models give equal names in equal order."""
-    visited: dict[int, Any] = {}  # by id; the objects too, or an id might be used again
+    """Yield names and live values: writing into a tensor changes the model. Equal models give equal names, in order."""
+    visited: dict[int, Any] = {}  # by id; with the objects, or an id might be reused
     modules = list(model.named_modules())
     visited.update((id(module), module) for _, module in modules)
     ways: deque[_Way] = deque()
@@ -68,14 +68,14 @@ def walk(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | float]]:
 
 
 def _behind(name: str, value: Any) -> Iterator[_Way]:
-    """What can be reached from here in one step."""
+    """Yield what can be reached from this value in one step."""
     if isinstance(value, Mapping):
         for position, (key, item) in enumerate(value.items()):
             simple = isinstance(key, (str, int, torch.dtype, torch.device))
             yield _join(name, str(key) if simple else f"#{position}"), item
     elif isinstance(value, (list, tuple, deque)):
         yield from ((_join(name, str(position)), item) for position, item in enumerate(value))
-    elif isinstance(value, (set, frozenset)):  # in no order, so they have one name
+    elif isinstance(value, (set, frozenset)):  # unordered, so they share one name
         yield from ((_join(name, "#"), item) for item in value)
     elif isinstance(value, functools.partial):
         yield _join(name, "func"), value.func
@@ -86,7 +86,7 @@ def _behind(name: str, value: Any) -> Iterator[_Way]:
         yield _join(name, "__func__"), value.__func__
     elif isinstance(value, types.FunctionType):
         yield from _of_function(name, value)
-    elif isinstance(value, torch.nn.Module):  # not a registered one: it stands in a list, say
+    elif isinstance(value, torch.nn.Module):  # not a registered one: in a list, for example
         own = [*value._modules.items(), *value._parameters.items(), *value._buffers.items()]
         yield from ((_join(name, key), item) for key, item in own if item is not None)
         yield from _attributes(name, value)

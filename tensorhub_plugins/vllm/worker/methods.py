@@ -1,8 +1,8 @@
-"""Which of a vLLM worker's methods leave its weights alone. Any other one may change them behind the store's back."""
+"""The methods of a vLLM worker that leave its weights unchanged. Any other may change them unknown to the store."""
 
 from __future__ import annotations
 
-# Of vLLM 0.24 to 0.33. tests/versions fails on a method of a newer one that nobody has looked at.
+# Of vLLM 0.24 to 0.33. tests/versions fails on a method of a newer one that has not been reviewed.
 LEAVE_WEIGHTS = frozenset(
     {
         *("add_lora", "list_loras", "pin_lora", "remove_lora"),
@@ -23,10 +23,10 @@ LEAVE_WEIGHTS = frozenset(
         *("update_config", "update_environment_variables", "update_max_model_len"),
     }
 )
-# These do, at once or by what follows. Of one that is in neither list the bytes are compared, before and after.
+# These change them, at once or later. For a method in neither list the bytes are compared, before and after.
 CHANGE_WEIGHTS = ("reload_weights", "start_weight_update")
 
 
 def may_change_weights(method: object) -> bool:
-    """Whether what somebody else than the store asks of workers may: a method by its name, or a function."""
+    """Return whether a call of workers from outside the store may change weights: a method's name, or a function."""
     return not isinstance(method, str) or (method not in LEAVE_WEIGHTS and not method.startswith("tensorhub_"))

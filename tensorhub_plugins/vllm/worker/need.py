@@ -1,4 +1,4 @@
-"""The host memory that the workers of an engine will take, said before anything is read."""
+"""The host memory that the workers of an engine will need, reported before anything is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEND = 'use a larger tensor_parallel_size over more hosts, or install="direct"'
 def say(
     client: Client, copies: int, model: torch.nn.Module, vllm_config: Any, shard_count: int, makes_blocks: bool
 ) -> None:
-    """UsageError where it does not fit. makes_blocks: whether floats are quantized by blocks here (quantize.py)."""
+    """Log it, or raise UsageError if it does not fit. makes_blocks: floats are quantized by blocks (quantize.py)."""
     size_bytes = sum(tensor.nbytes for tensor in weights.tensors(model).values())
     more = quantize.memory_bytes(model, shard_count) if makes_blocks else online.more_bytes(model)
     need = Need(size_bytes, copies, more, "while it quantizes a checkpoint of floats")
@@ -25,7 +25,7 @@ def say(
 
 
 def workers_of_host(vllm_config: Any) -> int:
-    """How many workers of this engine are on this host."""
+    """Return how many workers of this engine are on this host."""
     parallel = getattr(vllm_config, "parallel_config", None)
     workers = int(getattr(parallel, "local_world_size", 1))
     if parallel is not None and shares_experts(vllm_config):

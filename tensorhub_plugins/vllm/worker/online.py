@@ -22,13 +22,13 @@ from tensorhub_plugins.vllm.worker.votes import Steps
 KINDS = "--quantization fp8 (or fp8_per_channel, fp8_per_block)"
 QUANTIZATION = "vllm.model_executor.layers.quantization."
 TOGETHER = ("amax_for_tp_weight_quant", "amax_for_moe_weight_quant")  # largest elements, over the ranks that share them
-MAKERS = ("OnlineQuantizationConfig", "ExpertsInt8Config")  # of weights from floats, and FP8 that is not in checkpoints
-KNOWN = ("Fp8", "Int8", "Mxfp8")  # how the names of those quantization methods begin that are
-OPAQUE = ("torchao", "bitsandbytes")  # their tensors are of classes of their own, which no raw copy brings
+MAKERS = ("OnlineQuantizationConfig", "ExpertsInt8Config")  # they make weights from floats, or FP8 not in checkpoints
+KNOWN = ("Fp8", "Int8", "Mxfp8")  # prefixes of the names of known quantization methods
+OPAQUE = ("torchao", "bitsandbytes")  # their tensors have classes of their own, which no raw copy carries
 
 
 def quantizes(layer: torch.nn.Module) -> bool:
-    """Whether vLLM makes this layer's weights of floats."""
+    """Return whether vLLM makes this layer's weights from floats."""
     return bool(getattr(getattr(layer, "quant_method", None), "uses_meta_device", False))
 
 
@@ -37,7 +37,7 @@ def any_quantizes(model: torch.nn.Module) -> bool:
 
 
 def quantized_otherwise(model: torch.nn.Module) -> list[str]:
-    """Names of the layers whose weights are loaded as they are quantized."""
+    """Return the names of the layers whose weights are loaded already quantized."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
@@ -51,7 +51,7 @@ def quantized_otherwise(model: torch.nn.Module) -> list[str]:
 
 
 def finish_first_load(model: torch.nn.Module, model_config: Any) -> None:
-    """Quantize what has not got all of its floats: layers with a padding, or where nothing was loaded, all of them."""
+    """Quantize layers that did not get all of their floats: those with padding, or all if nothing was loaded."""
     if not any_quantizes(model):
         return
     from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
@@ -61,13 +61,13 @@ def finish_first_load(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def more_bytes(model: torch.nn.Module) -> int:
-    """By how much a version of floats, two bytes an element, is larger than what this worker makes of it."""
+    """Return by how many bytes a version of floats, two bytes an element, exceeds what this worker makes of it."""
     made = [parameter for layer in model.modules() if quantizes(layer) for parameter in layer.parameters(recurse=False)]
     return sum(parameter.numel() for parameter in made if parameter.element_size() == 1)
 
 
 def shares_scales(vllm_config: Any) -> bool:
-    """Whether ranks of this engine make scales together: the same in all its workers, with such layers or without."""
+    """Return whether ranks of this engine make scales together; equal in all its workers, with such layers or not."""
     parallel, config = (getattr(vllm_config, name, None) for name in ("parallel_config", "quant_config"))
     makes = type(config).__name__ in MAKERS or getattr(config, "is_checkpoint_fp8_serialized", True) is False
     return makes and max(getattr(parallel, f"{which}_parallel_size", 1) for which in ("tensor", "data")) > 1
@@ -75,7 +75,7 @@ def shares_scales(vllm_config: Any) -> bool:
 
 @contextmanager
 def in_step(model: torch.nn.Module, steps: Steps) -> Iterator[None]:
-    """Within it, ranks make a scale together only where all of them are at the same layer and none has failed."""
+    """Let ranks make a scale together only where all of them are at the same layer and none has failed."""
     if not steps.together:
         yield
         return
@@ -89,7 +89,7 @@ def in_step(model: torch.nn.Module, steps: Steps) -> Iterator[None]:
         at = names[layer]
         original(layer, info)
 
-    def together(original: Any, largest: torch.Tensor, ranks: int) -> torch.Tensor:  # or whether they are several
+    def together(original: Any, largest: torch.Tensor, ranks: int) -> torch.Tensor:  # or whether there are several
         if ranks is True or ranks > 1:
             steps.all(f"the scale of {at}")
         return original(largest, ranks)
@@ -118,7 +118,7 @@ def check(model: torch.nn.Module, vllm_config: Any) -> None:
 
 
 def advice(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> str:
-    """What to do about a refused checkpoint, where the reason may be how the engine or the checkpoint are quantized."""
+    """Return what to do about a refused checkpoint, if the quantization of engine or checkpoint may be the reason."""
     named = vllm_config.model_config.quantization
     one_byte = [name for name, t in tensors.items() if t.element_size() == 1 and t.dtype != torch.bool]
     quantized = one_byte or [name for name in tensors if name.endswith(".qweight")]

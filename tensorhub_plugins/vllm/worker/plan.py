@@ -1,4 +1,4 @@
-"""What a worker needs of a checkpoint, and where it goes: baked from what the model's own loaders did (contract.py).
+"""What a worker needs of a checkpoint, and where it goes: derived from what the model's own loaders did (contract.py).
 
     region   a box of a checkpoint tensor of which the loaders took something. Only regions are fetched: of a tensor
              that q, k and v share, one for each.
@@ -6,7 +6,7 @@
     process  a layer with a parameter that is not made of pieces, each element of one: what is cast and reordered by its
              loaders, or packed and quantized afterwards, goes through vLLM's reload.
 
-A plan is a guess until it has been put to the test (conversion.py): loaders may read what they were not seen to read.
+A plan is a guess until it has been validated (conversion.py): loaders may read what no rehearsal showed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tensorhub_plugins.core import Fetched, Part, TensorSpec, TensorTable, commo
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, shape, strides, in elements
 Shapes = Mapping[str, tuple[torch.dtype, torch.Size]]
 
-REGIONS_MAX = 64  # of one tensor: no model here takes more than six, and each is looked for by every copy
+REGIONS_MAX = 64  # of one tensor: no known model takes more than six, and every copy searches them
 NONSENSE = 0x7F  # in every byte: 3e38 as a float of any kind
 
 
 class Region(NamedTuple):
-    """A box of a tensor: where it begins, and how large it is, in elements, by axis."""
+    """A box of a tensor: its start and its size, in elements, by axis."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -39,11 +39,11 @@ class Region(NamedTuple):
         return common_box(self.box, other.box) == other.box
 
     def meets(self, other: Region) -> bool:
-        """Whether they have an element in common."""
+        """Return whether they have an element in common."""
         return common_box(self.box, other.box) is not None
 
     def around(self, other: Region) -> Region:
-        """The smallest that holds both."""
+        """Return the smallest region that contains both."""
         start = tuple(map(min, self.start, other.start))
         return Region(start, tuple(max(pair) - at for *pair, at in zip(self.ends, other.ends, start, strict=True)))
 
@@ -53,28 +53,28 @@ class Region(NamedTuple):
 
     @property
     def box(self) -> tuple[tuple[int, int], ...]:
-        """[start, stop) on each axis."""
+        """Return [start, stop) on each axis."""
         return tuple(zip(self.start, self.ends, strict=True))
 
     def box_in(self, whole: Sequence[int]) -> Box:
-        """As a view of a contiguous tensor of this shape."""
+        """Return it as a view of a contiguous tensor of this shape."""
         steps = contiguous_strides(whole)
         return sum(start * step for start, step in zip(self.start, steps, strict=True)), self.shape, steps
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same box of this tensor."""
+        """Return the same box of this tensor."""
         return tensor[tuple(slice(start, end) for start, end in zip(self.start, self.ends, strict=True))]
 
 
 class Held(NamedTuple):
-    """What is there of a checkpoint tensor: a region of it, as a tensor of that shape."""
+    """The part of a checkpoint tensor that is here: a region, as a tensor of that shape."""
 
     region: Region
     tensor: torch.Tensor
 
 
 class Piece(NamedTuple):
-    """The box `taken` of the checkpoint tensor `source` becomes the box `written` of the parameter `target`.
+    """A copy: the box `taken` of the checkpoint tensor `source` becomes the box `written` of the parameter `target`.
 
     Both boxes have one shape; their offsets count from the beginning of the tensor.
     """
@@ -87,8 +87,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """shapes: of the checkpoint. needed: regions by tensor, without a common element; a tensor that is not named is not
-    needed. process: names of layers."""
+    """What a worker needs of a checkpoint, and how it uses it. shapes: the checkpoint's. needed: disjoint regions by
+    tensor; a tensor without any is not needed. process: names of layers."""
 
     shapes: Shapes
     pieces: tuple[Piece, ...]
@@ -97,12 +97,12 @@ class Plan:
 
     @cached_property
     def wanted(self) -> TensorTable:
-        """What is to be fetched: tensors, and where they lie in what is published."""
+        """Return the table to fetch: tensors, and where they lie in what is published."""
         specs = (specs_of(name, *self.shapes[name], regions) for name, regions in self.needed.items())
         return TensorTable.of(chain.from_iterable(specs))
 
     def for_trial(self) -> Plan:
-        """The same, with all of what is no floating-point number: noise cannot take its place."""
+        """Return the same plan with all elements that are not floating-point numbers: noise cannot replace them."""
         whole = {
             name: (whole_region(shape),)
             for name, (dtype, shape) in self.shapes.items()
@@ -119,7 +119,7 @@ class Plan:
         return sum(dtype.itemsize * shape.numel() for dtype, shape in self.shapes.values())
 
     def by_source(self, *, without: frozenset[str]) -> Callable[[str], list[Piece]]:
-        """The pieces of a checkpoint tensor, but those of these layers."""
+        """Return a function that gives the pieces of a checkpoint tensor, except those of these layers."""
         pieces: dict[str, list[Piece]] = {}
         for piece in self.pieces:
             if layer_of(piece.target) not in without:
@@ -127,7 +127,7 @@ class Plan:
         return lambda name: pieces.get(name, [])
 
     def sources_of(self, layers: Iterable[str]) -> list[str]:
-        """The checkpoint tensors from which something in these layers is made: all that are no piece of another."""
+        """Return the checkpoint tensors that contribute to these layers: all that are not a piece of another."""
         chosen = set(layers)
         elsewhere = {piece.source for piece in self.pieces if layer_of(piece.target) not in chosen}
         within = {piece.source for piece in self.pieces if layer_of(piece.target) in chosen}
@@ -135,12 +135,12 @@ class Plan:
 
 
 def layer_of(parameter: str) -> str:
-    """The module that holds it."""
+    """Return the module that holds it."""
     return parameter.rpartition(".")[0]
 
 
 def specs_of(name: str, dtype: torch.dtype, whole: torch.Size, regions: Sequence[Region]) -> list[TensorSpec]:
-    """These regions of a tensor of this shape, under names of their own where there are several."""
+    """Return these regions of a tensor of this shape, under names of their own where there are several."""
     specs = []
     for number, region in enumerate(regions):
         size_bytes = dtype.itemsize * torch.Size(region.shape).numel()
@@ -153,7 +153,7 @@ def specs_of(name: str, dtype: torch.dtype, whole: torch.Size, regions: Sequence
 
 
 def given_by(fetched: Fetched) -> Given:
-    """What has been fetched, with its published shapes."""
+    """Return what has been fetched, with its published shapes."""
     tensors = fetched.tensors()
     if fetched.wanted is None:
         return Given.of(tensors)
@@ -166,8 +166,8 @@ def given_by(fetched: Fetched) -> Given:
 
 
 def _published(tables: Sequence[TensorTable]) -> Shapes:
-    """The shapes of all tensors in these tables. Those found last are kept: a later version has the same tables, which
-    may have forgotten their specs, and to decode a million of them again takes a second."""
+    """Return the shapes of all tensors in these tables. The last result is kept: a later version has the same tables,
+    which may have dropped their specs, and decoding a million of them again takes a second."""
     global _found
     refs, shapes = _found
     if len(refs) == len(tables) and all(ref() is table for ref, table in zip(refs, tables, strict=True)):
@@ -189,10 +189,10 @@ def whole_region(shape: Sequence[int]) -> Region:
 
 
 def regions_of(boxes: Iterable[Box], whole: Sequence[int]) -> tuple[Region, ...]:
-    """The regions of a contiguous tensor of this shape that hold these views of it, as few as hold nothing else; of
-    more than REGIONS_MAX, the smallest one around all.
+    """Return the fewest regions of a contiguous tensor of this shape that hold exactly these views of it; for more than
+    REGIONS_MAX, the smallest one around all.
 
-    Where a view's axes are not those of the tensor, it counts as all the rows from its first element to its last.
+    A view whose axes are not the tensor's counts as all the rows from its first element to its last.
     """
     found = {_around(box, tuple(whole)) for box in boxes} or {whole_region(whole)}
     before = 0
@@ -204,7 +204,7 @@ def regions_of(boxes: Iterable[Box], whole: Sequence[int]) -> tuple[Region, ...]
 
 
 def _joined(regions: Iterable[Region], axis: int) -> set[Region]:
-    """The same elements, with one region for those that follow each other, or overlap, along an axis."""
+    """Return the same elements, with one region for those that are adjacent, or overlap, along an axis."""
     beside: dict[tuple[object, ...], list[Region]] = {}
     for region in sorted(regions, key=lambda each: each.start[axis]):
         others = tuple(pair for k, pair in enumerate(zip(region.start, region.shape, strict=True)) if k != axis)
@@ -217,7 +217,7 @@ def _joined(regions: Iterable[Region], axis: int) -> set[Region]:
 
 
 def _apart(regions: Sequence[Region]) -> tuple[Region, ...]:
-    """Regions without a common element: one around those that have any."""
+    """Return disjoint regions: one around those that have an element in common."""
     found: list[Region] = []
     for region in regions:
         while meeting := [other for other in found if other.meets(region)]:
@@ -228,13 +228,13 @@ def _apart(regions: Sequence[Region]) -> tuple[Region, ...]:
 
 
 def _around(box: Box, whole: tuple[int, ...]) -> Region:
-    """The smallest region that holds a view."""
+    """Return the smallest region that contains a view."""
     first, last = _corners(box, whole)
     return Region(tuple(first), tuple(b - a + 1 for a, b in zip(first, last, strict=True)))
 
 
 def _corners(box: Box, whole: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """First and last index on each axis of the whole."""
+    """Return the first and last index on each axis of the whole."""
     offset, shape, strides = box
     steps = contiguous_strides(whole)
     first = [offset // step % size if size else 0 for step, size in zip(steps, whole, strict=True)]
@@ -261,10 +261,10 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Given:
-    """A checkpoint of which perhaps only regions are there, as whole tensors or by boxes.
+    """A checkpoint of which perhaps only regions are here, as whole tensors or by boxes.
 
     held: by tensor, its regions. shapes: as they were published, of all tensors. plan: how this worker would use a
-    whole one. filler: every byte that `whole` has where nothing is there; None: whatever the memory held.
+    whole one. filler: every byte that `whole` has where nothing is here; None: whatever the memory held.
     """
 
     def __init__(
@@ -279,28 +279,28 @@ class Given:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], plan: Plan | None = None) -> Given:
-        """All of it."""
+        """Make one that is complete."""
         return cls({name: held_whole(t) for name, t in tensors.items()}, shapes_of(tensors), plan=plan)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of every tensor is there."""
+        """Return whether every tensor is here in full."""
         if self.held.keys() != self.shapes.keys():
             return False
         return all(one[0].region.shape == tuple(self.shapes[name][1]) for name, one in self.held.items())
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that are one region, or whole."""
+        """Return the tensors that are one region, or whole."""
         return {name: held[0].tensor for name, held in self.held.items() if len(held) == 1}
 
     @property
     def names(self) -> list[str]:
-        """What `whole` has."""
+        """Return the names that `whole` has."""
         return list(self.held if self._filler is None else self.shapes)
 
     def cut(self, needed: Mapping[str, Sequence[Region]], *, filler: int | None = None) -> Given:
-        """Only this of what is there."""
+        """Return only these regions of what is here."""
         held = {}
         for name, regions in needed.items():
             shape = self.shapes[name][1]
@@ -308,12 +308,12 @@ class Given:
         return Given(held, self.shapes, filler=filler)
 
     def with_filler(self, filler: int) -> Given:
-        """The same, so that whoever takes what is not there takes this."""
+        """Return the same with a filler, which is read where nothing is here."""
         return Given(self.held, self.shapes, plan=self.plan, filler=filler)
 
     def whole(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """For loaders: tensors of the published shapes; with a filler also those of which nothing is there. What is not
-        there takes no memory but of the pages that are touched; each lives only as long as its user holds it."""
+        """Yield tensors of the published shapes for loaders; with a filler also those of which nothing is here. Missing
+        parts take memory only for the pages that are touched; each tensor lives only as long as its user holds it."""
         for name in self.names if names is None else names:
             dtype, shape = self.shapes[name]
             held = self.held.get(name, ())
@@ -337,18 +337,18 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
 
 
 def view_in(held: Sequence[Held], whole: Sequence[int], box: Box) -> torch.Tensor:
-    """This view of a contiguous tensor of this shape, which lies within one of the regions that are there of it."""
+    """Return this view of a contiguous tensor of this shape, which lies within one of its held regions."""
     index, place = place_in(held, whole, box)
     return view(in_order(held[index], whole), place)
 
 
 def in_order(held: Held, whole: Sequence[int]) -> torch.Tensor:
-    """With its elements in the order of the whole: copied where all of it has come in another, transposed for one."""
+    """Return it with its elements in the order of the whole: copied if it arrived whole but, say, transposed."""
     return held.tensor.contiguous() if held.region.shape == tuple(whole) else held.tensor
 
 
 def place_in(held: Sequence[Held], whole: Sequence[int], box: Box) -> tuple[int, Box]:
-    """Which one of these regions such a view lies within, and where in its tensor."""
+    """Return the index of the held region that contains such a view, and its box in that region's tensor."""
     if held[0].region.shape == tuple(whole):
         return 0, box
     around = _around(box, tuple(whole))
@@ -359,13 +359,13 @@ def place_in(held: Sequence[Held], whole: Sequence[int], box: Box) -> tuple[int,
 
 
 def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """This box of a contiguous tensor."""
+    """Return this box of a contiguous tensor."""
     offset, shape, strides = box
     return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
 def _within(box: Box, whole: tuple[int, ...], region: Region, mine: tuple[int, ...]) -> Box:
-    """Where a view of the whole lies in the tensor of a region, which has these strides."""
+    """Return the box of a view of the whole in the tensor of a region, which has these strides."""
     offset, shape, strides = box
     steps = contiguous_strides(whole)
     at = [offset // step % size for step, size in zip(steps, whole, strict=True)]
@@ -379,14 +379,14 @@ def _within(box: Box, whole: tuple[int, ...], region: Region, mine: tuple[int, .
 
 @cache
 def is_view(operation: Any) -> bool:
-    """Whether this operation of torch only looks at its first tensor in another way, as its schema says."""
+    """Return whether this operation of torch only views its first tensor differently, according to its schema."""
     given, made = operation._schema.arguments, operation._schema.returns
     writes = any(each.alias_info is not None and each.alias_info.is_write for each in (*given, *made))
     return not writes and bool(made) and all(each.alias_info is not None for each in made)
 
 
 def is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether such a box lies in one piece."""
+    """Return whether such a box is contiguous."""
     step = 1
     for size, each in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
         if size != 1 and each != step:
@@ -396,7 +396,7 @@ def is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def filled(size: int, boxes: Iterable[Box]) -> int:
-    """How many of so many elements lie in at least one of the boxes."""
+    """Return how many of so many elements lie in at least one of the boxes."""
     boxes = set(boxes)
     spans = sorted((offset, offset + torch.Size(shape).numel()) for offset, shape, step in boxes if is_run(shape, step))
     if len(spans) == len(boxes) and all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)):

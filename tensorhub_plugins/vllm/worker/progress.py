@@ -1,11 +1,11 @@
-"""What vLLM's workers keep of a request from one step to the next, and forget when it is begun again.
+"""What vLLM's workers keep of a request from step to step, which must be dropped when the request begins again.
 
 vLLM computes a preempted request anew from its first token, which is what happens to all that run at an install. But
-what it gathers of a request over several steps, the rows of a long prompt that is pooled token by token, it goes on
-adding to (vllm#55192): more rows than tokens, and of two versions. `begin_again` forgets that, for requests that are
-resumed (memory may have been short, too) and, at an install, for all.
+data gathered over several steps (the rows of a long prompt that is pooled token by token) it keeps and appends to
+(vllm#55192): more rows than tokens, and from two versions. `begin_again` drops that data, for requests that are resumed
+(memory may have been short, too) and, at an install, for all.
 
-What is on no list here may be of the version before: `check` refuses a vLLM that keeps more than what was looked at.
+State in no list here may stem from the version before: `check` refuses a vLLM that keeps more than was reviewed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from tensorhub_plugins.core import UsageError
 
-# Of vLLM's PoolingStates and CachedRequestState: what is made of results of the model. `begin_again` forgets it.
+# Fields of vLLM's PoolingStates and CachedRequestState that are made of the model's results. `begin_again` drops them.
 GATHERED = frozenset({"hidden_states_cache", "in_progress_prompt_logprobs_cpu", "pooling_states"})
-# What is made of the request alone, or is set anew by the scheduler with every step and resumption.
+# Fields that depend on the request alone, or that the scheduler sets anew with every step and resumption.
 OF_THE_REQUEST = frozenset(
     {
         *("req_id", "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "mm_features", "sampling_params"),
@@ -29,7 +29,7 @@ OF_THE_REQUEST = frozenset(
 
 
 def check() -> None:
-    """Raise UsageError if this vLLM keeps something of requests that may be of the weights before an install."""
+    """Raise UsageError if this vLLM keeps data of requests that may stem from the weights before an install."""
     from vllm.v1.pool.metadata import PoolingStates
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -43,8 +43,8 @@ def check() -> None:
 
 
 def begin_again(model_runner: Any, requests: Iterable[str] | None = None) -> None:
-    """Forget what was gathered of these requests; None: of all, and what is kept of one request for others."""
-    known = getattr(model_runner, "requests", {})  # of vLLM's first runner; the second removes what it preempts
+    """Drop what was gathered of these requests; None: of all, and what is kept of one request for others."""
+    known = getattr(model_runner, "requests", {})  # of vLLM's first runner; the second one removes what it preempts
     for name in known if requests is None else requests:
         state = known.get(name)
         if state is not None:
@@ -59,7 +59,7 @@ def begin_again(model_runner: Any, requests: Iterable[str] | None = None) -> Non
     prompts = getattr(model_runner, "prompt_logprobs_worker", None)
     for chunks in getattr(prompts, "in_progress_prompt_logprobs", {}).values():
         chunks.clear()
-    # Embeddings of queries, with which documents are scored later, of either runner; and what encoders have made.
+    # Embeddings of queries, with which documents are scored later, in either runner; and encoders' outputs.
     for name in ("reset_encoder_cache", "reset_mm_cache"):
         if hasattr(model_runner, name):
             getattr(model_runner, name)()

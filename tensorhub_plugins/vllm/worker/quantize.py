@@ -20,13 +20,13 @@ from tensorhub_plugins.vllm.worker.plan import Given, Shapes
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 SCALE = "_scale_inv"
-LARGEST_MIN = 1e-10  # verl's: what a block of zeros, or of nearly nothing, is taken to hold
+LARGEST_MIN = 1e-10  # verl's: the least that a block's largest element is taken to be
 
 Block = tuple[int, int]  # rows and columns that have one scale
 
 
 def block_of(vllm_config: Any) -> Block | None:
-    """Of an engine whose checkpoint is FP8 by blocks; None: it is not."""
+    """Return the block of an engine whose checkpoint is FP8 by blocks; None: it is not."""
     config = getattr(vllm_config, "quant_config", None)
     size = getattr(config, "weight_block_size", None)
     if size is None or not getattr(config, "is_checkpoint_fp8_serialized", False):
@@ -36,33 +36,33 @@ def block_of(vllm_config: Any) -> Block | None:
 
 
 def memory_bytes(model: torch.nn.Module, workers: int) -> int:
-    """Host memory that quantizing takes until a version is installed: each worker of an engine of so many reads the
-    whole checkpoint in floats, two bytes an element, and makes all of it in FP8."""
+    """Return the host memory that quantizing takes until a version is installed: each worker of an engine of so many
+    reads the whole checkpoint in floats, two bytes an element, and makes all of it in FP8."""
     quantized = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == FP8)
     return workers * quantized * (2 + FP8.itemsize)
 
 
 class Quantizer:
-    """Of one model. `given` runs the model's loaders for a checkpoint of other shapes than the last: call it where the
-    model does not compute then."""
+    """The quantizer of one model. `given` runs the model's loaders for a checkpoint of other shapes than the last: call
+    it where the model does not compute then."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, block: Block) -> None:
         self._model, self._vllm_config, self._block = model, vllm_config, block
-        self._shapes: Shapes | None = None  # of the last checkpoint
-        self._names: frozenset[str] = frozenset()  # what of it is quantized
+        self._shapes: Shapes | None = None  # the last checkpoint's
+        self._names: frozenset[str] = frozenset()  # the tensors of it that are quantized
         self._made: tuple[object, Given] | None = None
 
     @property
     def quantizes(self) -> bool:
-        """Whether the last checkpoint was of floats."""
+        """Return whether the last checkpoint consisted of floats."""
         return bool(self._names)
 
     def knows(self, shapes: Shapes) -> bool:
-        """Whether `given` only computes."""
+        """Return whether `given` would only compute."""
         return self._shapes == shapes
 
     def given(self, of: object, checkpoint: Given) -> Given:
-        """A whole checkpoint as the loaders want it; made once for each `of`. VersionRefused: they take another one."""
+        """Return a whole checkpoint as the loaders want it; made once for each `of`. Raise VersionRefused if wrong."""
         made = self._made
         if made is not None and made[0] is of:
             return made[1]
@@ -75,7 +75,7 @@ class Quantizer:
         return result
 
     def forget(self) -> None:
-        """Let go of the memory of what was made last."""
+        """Free the memory of the last result."""
         self._made = None
 
     def _quantized(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -90,7 +90,7 @@ class Quantizer:
 
 
 def cast_to_fp8(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """The tensors of floats that the model's loaders would write into FP8 parameters, without a scale."""
+    """Return the float tensors that the model's loaders would write into FP8 parameters, without a scale."""
     from vllm.config import set_current_vllm_config
 
     with torch.no_grad(), set_current_vllm_config(vllm_config), contract._stand_ins(model) as places:
@@ -115,8 +115,8 @@ def _without_scales(names: frozenset[str], tensors: Mapping[str, torch.Tensor]) 
 
 
 def quantize(tensor: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in FP8, and what each block is to be multiplied with, in float32: one row of scales for every row of
-    blocks, the last of which may be smaller."""
+    """Return a matrix in FP8, and the factor of each block in float32: one row of scales for every row of blocks, the
+    last of which may be smaller."""
     (rows, columns), (high, wide) = tensor.shape, block
     padded = torch.nn.functional.pad(tensor, (0, -columns % wide, 0, -rows % high)).float()
     blocks = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)

@@ -1,9 +1,9 @@
-"""Kernels that remember tensors of their layer, and a reload that replaces those.
+"""Kernels that keep references to tensors of their layer, and a reload that replaces those.
 
 vLLM's layerwise reload loads and packs a layer in new memory, copies the result into the layer's own tensors, and puts
-these back. What its quantization method has made in between, such as the scales in an experts' quantization config or
-in their kernel, goes on pointing into the new memory: right until the layer's own tensors are written, as by a raw copy
-from a peer. (Captured graphs point to the layer's own, so only eager steps would be wrong.)
+these back. Objects that its quantization method has made in between, such as the scales in an experts' quantization
+config or in their kernel, keep pointing into the new memory: right until the layer's own tensors are written, as by a
+raw copy from a peer. (Captured graphs point to the layer's own, so only eager steps would be wrong.)
 
 `rebound_references` points them back to the layer's own tensors, layer by layer. The new memory can then be freed, too.
 """
@@ -22,7 +22,7 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.d
 
 @contextmanager
 def rebound_references(model: torch.nn.Module) -> Iterator[None]:
-    """Applies to all layers that vLLM's reload processes within this block."""
+    """Rebind references in all layers that vLLM's reload processes within this block."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     modules = {id(module) for module in model.modules()}
@@ -44,7 +44,7 @@ def rebound_references(model: torch.nn.Module) -> Iterator[None]:
 
 
 def rebind(root: Any, moved: list[tuple[torch.Tensor, torch.Tensor]], *, skip: set[int]) -> int:
-    """In all that `root` refers to, replace a tensor in the memory of an old one by the same view of the new one.
+    """Replace each tensor in an old one's memory, wherever `root` refers to it, by the same view of the new one.
 
     moved: pairs (old, new) of equal shape and strides. skip: ids of objects that are not entered. Returns how many.
     """
@@ -96,7 +96,7 @@ def _set(owner: Any, key: Any, value: Any) -> None:
     if isinstance(owner, (dict, list)):
         owner[key] = value
     elif isinstance(getattr(owner, "__dict__", None), dict) and key in vars(owner):
-        vars(owner)[key] = value  # of a frozen dataclass, too
+        vars(owner)[key] = value  # works for a frozen dataclass, too
     else:
         object.__setattr__(owner, key, value)
 

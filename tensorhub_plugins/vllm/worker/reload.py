@@ -1,4 +1,4 @@
-"""A checkpoint into a live model by vLLM's layerwise reload, and what such a reload derives from the weights."""
+"""The installation of a checkpoint by vLLM's layerwise reload, and what that derives from the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tensorhub_plugins.vllm.worker import cpu, weights
 from tensorhub_plugins.vllm.worker.contract import preserved
 from tensorhub_plugins.vllm.worker.references import rebound_references
 
-# Of these, the ones that are computed from weights (a scale may be a constant).
+# Those of them that are computed from weights (a scale may be a constant).
 DERIVED_ATTRIBUTES = tuple(name for name in weights.PLAIN_ATTRIBUTES if not name.endswith("_scale"))
 
 
@@ -27,9 +27,9 @@ def reload_checkpoint(
 ) -> None:
     """Replace all weights of the model by those of a checkpoint, through vLLM's layerwise reload.
 
-    The checkpoint is one that fills the model (see contract.py), or these layers of it: the others keep what they have,
-    and attention layers derive again what they derive. When anything raises, the model has its live tensors
-    back and can be reloaded again; their bytes are mixed. The caller sees to it that nothing is computed meanwhile.
+    The checkpoint must fill the model (see contract.py), or these layers of it: the others keep what they have, and
+    attention layers derive their values again. When anything raises, the model has its live tensors back and can be
+    reloaded again; their bytes are mixed. The caller ensures that nothing is computed meanwhile.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -47,7 +47,7 @@ def reload_checkpoint(
 
 @contextmanager
 def defined_paddings() -> Iterator[None]:
-    """What a checkpoint does not fill, such as the padding of a kernel, is zero and not what the memory held before."""
+    """Zero what a checkpoint does not fill, such as the padding of a kernel, instead of keeping old bytes."""
     from vllm.model_executor.model_loader.reload import meta
 
     original = meta.materialize_meta_tensor
@@ -60,9 +60,9 @@ def defined_paddings() -> Iterator[None]:
 
 @contextmanager
 def without_false_alarms() -> Iterator[None]:
-    """vLLM warns of every layer that a checkpoint gives nothing, such as a rotary embedding, which has only a table.
+    """Suppress vLLM's warning about every layer that a checkpoint does not fill, such as a rotary embedding.
 
-    That nothing lacks which should be there was found out before (contract.py).
+    A rehearsal has shown before that nothing is missing (contract.py).
     """
     layerwise = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
@@ -77,7 +77,7 @@ def without_false_alarms() -> Iterator[None]:
 
 
 def derived(model: torch.nn.Module) -> list[str]:
-    """Names of those `weights.tensors` that are made from other weights: they must change when all weights do."""
+    """Return the names of those `weights.tensors` that are made from other weights, and must change with them."""
     live = weights.tensors(model)
     names = [name for name in live if name.rpartition(".")[2] in DERIVED_ATTRIBUTES]
     # A model of vLLM has this module; a stand-in in a test need not.

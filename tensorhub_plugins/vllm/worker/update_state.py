@@ -1,20 +1,20 @@
 """PURE: the states of a worker's update. Events in, effects out; updater.py carries them out.
 
     phase        from there
-    Idle         nothing under way; `error` says why the last version was given up, None if none was
+    Idle         nothing under way; `error` says why the last version was abandoned, None if none was
                      StartFetch > Fetching
     Fetching     a version is on its way into host memory (for a direct install: awaited)
                      Fetched > Ready        FetchFailed > Idle
-    Ready        it is here and verified, and no peer reads the live weights any more
+    Ready        it has arrived and is verified, and no peer reads the live weights any more
                      StartInstall > Installing    Refused, Discard > Idle
                      StartFetch > Fetching, unless it is of what is in host memory here
     Installing   the live weights are being written; every worker of the engine has agreed to it
                      Installed, InstallFailed > Idle
 
-Beside the phase
-    broken       why nothing may be computed with the weights: they are mixed or lost. Only Installed mends them, and a
-                 broken worker can fetch, so it can always be mended by the next good install.
-    repairs      the install under way mends such weights: what is right of them already need not be read again
+Apart from the phase
+    broken       why nothing may be computed with the weights: they are mixed or lost. Only Installed repairs them;
+                 a broken worker can fetch, so the next good install can always repair it.
+    repairs      the install under way repairs such weights: undamaged parts of them need not be read again
     is_asleep    the live weights are not in their memory: neither StartFetch nor StartInstall.
     version      installed; 0: no version of the store, as the weights that the engine was started with
     served       the version that this worker offers to peers in its runtime layout
@@ -43,20 +43,20 @@ ASLEEP = "the engine sleeps and its weights are not there: wake it up first"
 
 
 class BrokenWeights(TensorHubError):
-    """An install failed half way and these weights are mixed: install a version again before generating."""
+    """An install failed half way and these weights are mixed: install a version before generating."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """What an install will install, or has installed.
+    """The bytes that an install will install, or has installed.
 
-    fetched None: nothing is in host memory. It is read into the live weights during the install, or (with a report)
-    has been.
+    fetched None: nothing is in host memory. It is read into the live weights during the install, or (with a report) has
+    been.
     """
 
     version: int
     fetched: FetchedShards | None = None
-    report: ReplicateReport | None = None  # of the read that brought the bytes
+    report: ReplicateReport | None = None  # of the read of the bytes
 
 
 # --- phases ---
@@ -87,7 +87,7 @@ class Installing:
 
 @dataclass(frozen=True)
 class StartFetch:
-    """in_place: for an install that reads into the live weights, if a peer has this layout."""
+    """A request to fetch. in_place: for an install that reads into the live weights, if a peer has this layout."""
 
     version: int
     deadline: float = 0.0  # passed on
@@ -96,7 +96,7 @@ class StartFetch:
 
 @dataclass(frozen=True)
 class BytesRead:
-    """A read has ended, of a fetch or of an install that reads in place."""
+    """The end of a read, of a fetch or of an install that reads in place."""
 
     report: ReplicateReport
 
@@ -108,7 +108,7 @@ class Fetched:
 
 @dataclass(frozen=True)
 class FetchFailed:
-    """staged: what had arrived nevertheless."""
+    """A failed fetch. staged: what had arrived nevertheless."""
 
     version: int
     error: TensorHubError
@@ -117,14 +117,14 @@ class FetchFailed:
 
 @dataclass(frozen=True)
 class Refused:
-    """What is ready is not this model's (VersionRefused), and never will be."""
+    """The ready version is not this model's (VersionRefused), and never will be."""
 
     error: TensorHubError
 
 
 @dataclass(frozen=True)
 class Discard:
-    """Give up what is ready."""
+    """A request to drop what is ready."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class StartInstall:
 
 @dataclass(frozen=True)
 class ReadInPlace:
-    """The install has read this now, where nothing, or not enough, was in host memory."""
+    """The install has now read this, because nothing, or not enough, was in host memory."""
 
     staged: Staged
 
@@ -151,7 +151,7 @@ class InstallFailed:
 
 @dataclass(frozen=True)
 class Served:
-    """This worker offers the version to peers now."""
+    """This worker now offers the version to peers."""
 
     version: int
 
@@ -170,14 +170,14 @@ class Broken:
 
 @dataclass(frozen=True)
 class Unversioned:
-    """The weights were replaced, whole, from elsewhere. mended: by us, after an install that failed."""
+    """The weights were replaced, whole, from elsewhere. mended: by this worker, after an install that failed."""
 
     mended: bool = False
 
 
 @dataclass(frozen=True)
 class Unchanged:
-    """They were to be replaced from elsewhere, and were not."""
+    """The weights were to be replaced from elsewhere, and were not."""
 
 
 @dataclass(frozen=True)
@@ -231,21 +231,21 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Drop:
-    """Let go of bytes that will not be installed."""
+    """Free bytes that will not be installed."""
 
     staged: Staged
 
 
 @dataclass(frozen=True)
 class Serve:
-    """Offer the version that the live weights are now; then let go of what it was installed from."""
+    """Offer the version that the live weights now are; then free what it was installed from."""
 
     staged: Staged
 
 
 @dataclass(frozen=True)
 class ServeAgain:
-    """Offer the live weights again: they were withdrawn for a change that did not come. See `to_serve_again`."""
+    """Offer the live weights again: they were withdrawn for a change that did not happen. See `to_serve_again`."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ Effect = Fetch | Drop | Serve | ServeAgain | Unpublish
 
 class UpdateState:
     def __init__(self, *, serves_live: bool) -> None:
-        """serves_live: peers read the live weights in place, so these are withdrawn before every change."""
+        """Begin idle. serves_live: peers read the live weights in place, so these are withdrawn before every change."""
         self.serves_live = serves_live
         self.phase: Idle | Fetching | Ready | Installing = Idle()
         self.version = 0
@@ -273,10 +273,10 @@ class UpdateState:
     # --- questions ---
 
     def status(self) -> dict[str, Any]:
-        """What people and the engine's owner see, as plain types.
+        """Return what operators and the engine's owner see, as plain types.
 
-        state: "idle", "fetching", "ready" (also while it is installed), "failed" (Idle with an error), or "broken"
-        (with nothing fetched yet that could mend it).
+        state: "idle", "fetching", "ready" (also during its install), "failed" (Idle with an error), or "broken" (with
+        nothing fetched yet that could repair it).
         """
         phase, error, next_version = self.phase, None, None
         match phase:
@@ -305,11 +305,11 @@ class UpdateState:
 
     @property
     def staged(self) -> Staged | None:
-        """What is ready or being installed."""
+        """Return what is ready or being installed."""
         return self.phase.staged if isinstance(self.phase, (Ready, Installing)) else None
 
     def ready_for(self, version: int) -> Staged:
-        """What an install of this version would install; raises why it cannot start."""
+        """Return what an install of this version would install; raise if it cannot start."""
         if self.is_asleep:
             raise UsageError(ASLEEP, version=version)
         phase = self.phase
@@ -323,18 +323,18 @@ class UpdateState:
         return phase.staged
 
     def to_withdraw(self) -> int | None:
-        """The version whose readers must be gone before the live weights may change."""
+        """Return the version whose readers must be gone before the live weights may change."""
         return self.served if self.serves_live else None
 
     def to_serve_again(self) -> int | None:
-        """The version of the live weights, if nothing keeps them from being offered; else None."""
+        """Return the version of the live weights, if nothing prevents offering them; else None."""
         wants = self.serves_live and self.served is None and self.staged is None
         return self.version if wants and self.version and self.broken is None and not self.is_asleep else None
 
     # --- the one mutator ---
 
     def handle(self, event: Event) -> list[Effect]:
-        """What is to be done about it, in this order. Raises UsageError, with nothing changed, if it cannot be now."""
+        """Return the effects of an event, in order. Raise UsageError, with nothing changed, if it is impossible now."""
         phase = self.phase
         match event:
             case StartFetch():
@@ -378,7 +378,7 @@ class UpdateState:
                 return [Drop(staged)]
             case Served(version):
                 previous, self.served = self.served, version
-                # It may return to what it has never ceased to serve.
+                # It may return to a version that it never stopped serving.
                 return [Unpublish(previous)] if previous not in (None, version) else []
             case Withdrawn():
                 self.served = None
@@ -416,7 +416,7 @@ class UpdateState:
         if version == self.version and self.broken is None:
             raise UsageError(f"version {version} is installed already")
         if isinstance(self.phase, Ready) and self.phase.staged.version == version and self.phase.staged.fetched:
-            return []  # an install of it could not begin
+            return []  # an install of it could not start
         dropped: list[Effect] = [Drop(self.phase.staged)] if isinstance(self.phase, Ready) else []
         self.phase, self.report = Fetching(version), None
         return [*dropped, Fetch(version, event.deadline, event.in_place)]
@@ -443,7 +443,7 @@ class UpdateState:
 
 
 def _plain(report: ReplicateReport) -> dict[str, Any]:
-    """A report as types that JSON knows."""
+    """Convert a report to types that JSON supports."""
     fields = asdict(report)
     fields["losses"] = list(fields["losses"])
     fields["roots"] = {str(shard): root for shard, root in fields["roots"].items()}

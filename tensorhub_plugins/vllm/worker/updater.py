@@ -1,7 +1,7 @@
-"""One worker's share of every update: fetch, agree, install, serve on. Knows the model, not vLLM's worker.
+"""One worker's share of every update: fetch, vote, install, serve. Knows the model, not vLLM's worker.
 
-What may happen when is decided by update_state.py; this is its shell. One thread does all background work of a worker
-in order: the fetch of a version, and after its install what serving needs. So the next fetch begins when the last
+update_state.py decides what may happen when; this is its shell. One thread does all background work of a worker in
+order: the fetch of a version, and after its install the work of serving it. So the next fetch begins when the last
 version is served, and memory for two versions is always enough.
 
 A fetch that fails with VersionRefused got tensors that are not this model's (see contract.py), and never will be.
@@ -46,9 +46,9 @@ from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, Steps, an
 logger = get_logger(__name__)
 
 Asked: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
-PLAN_AHEAD_S = 10.0  # for vLLM's thread to come by; then the first version is read whole
-MAKE_ROOM_S = 1.0  # for readers that were sent to the last version a moment ago
-HAND_OVER_TIMEOUT_S = 5.0  # a node with a spot notice has half a minute; who follows takes the newest version by itself
+PLAN_AHEAD_S = 10.0  # for vLLM's thread to call `poll`; after that the first version is read whole
+MAKE_ROOM_S = 1.0  # for readers that were just directed to the last version
+HAND_OVER_TIMEOUT_S = 5.0  # a node with a spot notice has half a minute; followers take the newest version anyway
 
 
 class Updater:
@@ -65,14 +65,14 @@ class Updater:
         self._conversion = Conversion(model, vllm_config, self._steps)
         block = block_of(vllm_config)
         self._quantizer = None if block is None else Quantizer(model, vllm_config, block)
-        self._lock = threading.Lock()  # guards the state; held for moments only
+        self._lock = threading.Lock()  # guards the state; held briefly
         self._state = UpdateState(serves_live=config.source == "live")
         self._fetching: Future[None] | None = None  # the last fetch
         self._serving: Future[None] | None = None  # the last offer to peers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub")
         self._is_leaving = False
         self._asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self._plans_ahead = position.shard_count > 1  # else a worker needs all there is
+        self._plans_ahead = position.shard_count > 1  # else a worker needs everything
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
         try:
             need.say(self._client, config.copies, model, vllm_config, position.shard_count, block is not None)
@@ -83,7 +83,7 @@ class Updater:
     # --- the state, and what it asks for ---
 
     def _handle(self, event: Event) -> None:
-        """Change the state and see to what follows from it, in order; UsageError if that cannot be now."""
+        """Change the state and carry out the effects, in order; UsageError if the event is impossible now."""
         withdrawn: list[int] = []
         with self._lock:
             for effect in self._state.handle(event):
@@ -97,7 +97,7 @@ class Updater:
                     case update_state.ServeAgain():
                         self._serving = self._thread.submit(self._serve_again)
                     case update_state.Unpublish(version):
-                        withdrawn.append(version)  # that waits, so not with the lock
+                        withdrawn.append(version)  # this waits, so not with the lock held
                     case _:
                         assert_never(effect)
         for version in withdrawn:
@@ -106,8 +106,8 @@ class Updater:
     # --- what the engine's owner asks for ---
 
     def poll(self) -> dict[str, Any]:
-        """State, versions, the last error and the last fetch's report (see UpdateState.status); returns at once, but
-        for the first version, which is planned here (see `_plan_ahead`)."""
+        """Return state, versions, the last error and the last fetch's report (see UpdateState.status), at once; only
+        the first version is planned here (see `_plan_ahead`)."""
         while not self._asked.empty():
             self._answer(self._asked.get())
         with self._lock:
@@ -115,17 +115,17 @@ class Updater:
             return {**self._state.status(), "serving": serving, "layout": self.position.layout}
 
     def start_fetch(self, version: int, timeout_s: float, *, in_place: bool | None = None) -> None:
-        """Start to get this version, in the background; what was staged and not installed is dropped.
+        """Start fetching this version, in the background; drop what was staged and not installed.
 
         in_place: read it into the live weights during the install, if a peer has this layout (None: as configured, or
-        when they are broken: then only what is damaged of them is read, and nobody generates meanwhile).
+        when they are broken: then only damaged parts are read, and the engine does not generate meanwhile).
         """
         if in_place is None:
             in_place = self.config.install == "direct" or self._state.broken is not None
         self._handle(update_state.StartFetch(version, Deadline.after(timeout_s), in_place))
 
     def update(self, version: int, timeout_s: float, *, in_place: bool | None = None) -> dict[str, Any]:
-        """Fetch and install at once, while the engine stands still. Never raises; returns what `install` does."""
+        """Fetch and install at once, while the engine is paused. Never raises; returns what `install` does."""
         deadline = Deadline.after(timeout_s)
         try:
             self.start_fetch(version, timeout_s, in_place=in_place)
@@ -134,11 +134,11 @@ class Updater:
             self._see_to(self._fetching, timeout_s + self.config.drain_timeout_s)
         except (TensorHubError, FutureTimeout) as error:
             logger.warning("%s: version %d: %s", self._name, version, error)
-        # Whatever happened here: the other workers of this engine wait for this one's vote.
+        # In any case: the other workers of this engine wait for this one's vote.
         return self.install(version, deadline.remaining())
 
     def resolve(self, timeout_s: float, refused: Mapping[int, str] | None = None) -> int:
-        """The version to run, none of `refused`, the same for every worker; NotPublished if there is none in time."""
+        """Return the version to run, none of `refused`, the same in every worker; NotPublished if there is none."""
         try:
             newest, error = self._client.target(refused=refused or {}, timeout_s=timeout_s), None
         except TensorHubError as failure:
@@ -149,34 +149,34 @@ class Updater:
         return version
 
     def serve_current_as(self, version: int) -> None:
-        """The live weights came from elsewhere and are this version: serve them as it."""
+        """Serve the live weights, which came from elsewhere, as this version."""
         self._handle(update_state.ServeCurrentAs(version))
 
     def fall_asleep(self) -> None:
-        """The live weights are about to leave their memory; no peer may read them there."""
+        """Withdraw the live weights, which are about to leave their memory; no peer may read them there."""
         self.before_external_change("sleep")
         self._handle(update_state.FallAsleep())
-        forget_live_memory()  # a registration would keep it, or be of it when others have it
+        forget_live_memory()  # a registration would keep the memory, or outlive its owner
 
     @property
     def is_asleep(self) -> bool:
-        """The weights are not in their memory, and are not expected to be."""
+        """Return whether the weights are not in their memory, and are not expected to be."""
         return self._state.is_asleep
 
     def wake_up(self) -> None:
-        """The weights are back where they were: serve them again, unless they are no version of the store any more."""
+        """Serve the weights again, which are back where they were, unless they are no version of the store any more."""
         self._handle(update_state.WakeUp())
 
     def discard(self) -> None:
-        """Give up what is staged, so that another worker may convert it and its memory is free."""
+        """Drop what is staged, so that another worker may convert it and its memory is free."""
         self._handle(update_state.Discard())
 
     def prepare_install(self, timeout_s: float) -> None:
-        """Call before the pause, between two steps of the engine: what an install would wait for, or might refuse.
+        """Prepare an install before the pause, between two steps: do all that it would wait for, or might refuse.
 
-        A worker that is ready has most of it behind it already. Raise DeadlineExceeded, with nothing changed, while the
-        live weights are still being copied for peers; VersionRefused for a checkpoint that does not fill this model;
-        UsageError for a model whose weights have been moved.
+        A ready worker has done most of it already. Raise DeadlineExceeded, with nothing changed, while the live weights
+        are still being copied for peers; VersionRefused for a checkpoint that does not fill this model; UsageError for
+        a model whose weights have been moved.
         """
         self.addresses.check()
         deadline = Deadline.after(timeout_s)
@@ -188,9 +188,9 @@ class Updater:
         self._withdraw_live(deadline)
 
     def install(self, version: int, timeout_s: float) -> dict[str, Any]:
-        """Replace the weights; the engine is paused. All workers of the engine do, or none starts.
+        """Replace the weights while the engine is paused, in all its workers or in none.
 
-        Never raises: "installed" says whether the model now is this version, "broken" why it must not be used.
+        Never raises: "installed" tells whether the model now is this version, "broken" why it must not be used.
         """
         began, deadline = time.monotonic(), Deadline.after(timeout_s)
         refusal: Exception | None = None
@@ -201,7 +201,7 @@ class Updater:
         if not self._steps.vote(version, refusal is None, self._way):
             reason = refusal or UsageError("another worker of this engine was not ready", version=version)
             return self._result(version, began, reason)
-        self._handle(update_state.StartInstall(version))  # still as it was: only this thread installs or discards
+        self._handle(update_state.StartInstall(version))  # still unchanged: only this thread installs or discards
         failure: Exception | None = None
         converted_by: str | None = None
         try:
@@ -226,30 +226,30 @@ class Updater:
         return self._result(version, began, None, layout)
 
     def guard(self, *, together: bool = False, stale: str = "") -> None:
-        """Raise BrokenWeights if these weights must not be used; together: or any other worker's of the engine, all of
-        which ask at once. stale: why the caches of its core are."""
+        """Raise BrokenWeights if these weights must not be used; together: or those of any other worker of the engine,
+        all of which ask at once. stale: why its core's caches must not be used."""
         any_broken = together and anyone(self.gather, self._state.broken is not None or bool(stale))
         self._state.guard()
         if any_broken:
             raise BrokenWeights(stale or "another worker of this engine; install a version before resuming")
 
     def mark_broken(self, reason: str) -> None:
-        """The weights were changed outside of an install: nothing may be computed with them until the next one."""
+        """Mark the weights as changed outside of an install: nothing may be computed with them until the next one."""
         self._handle(update_state.Broken(reason))
 
     def mark_unversioned(self, *, mended: bool = False) -> None:
-        """The weights were replaced, whole, from elsewhere: they are no version of the store any more.
+        """Mark the weights as replaced, whole, from elsewhere: they are no version of the store any more.
 
         mended: they were mixed before, and are not any more.
         """
         self._handle(update_state.Unversioned(mended))
 
     def mark_unchanged(self) -> None:
-        """They were to be replaced from elsewhere, and were not: serve them again."""
+        """Serve the weights again: they were to be replaced from elsewhere, and were not."""
         self._handle(update_state.Unchanged())
 
     def before_external_change(self, what: str) -> None:
-        """Something else is about to change the weights or move them away: wait until no peer reads them."""
+        """Wait until no peer reads the weights: something else is about to change or move them."""
         timeout_s = self.config.serve_timeout_s
         deadline = Deadline.after(timeout_s)
         self._wait_until_served(deadline, timeout_s)
@@ -259,12 +259,12 @@ class Updater:
         self._withdraw_live(deadline)
 
     def digests(self) -> dict[str, Any]:
-        """layout, version, and the digests of every live tensor by its names (digests.py)."""
+        """Return layout, version, and the digests of every live tensor by name (digests.py)."""
         of_tensors = digests.of_live(self._model, self._vllm_config)
         return {"layout": self.position.layout, "version": self._state.version, **of_tensors}
 
     def close(self, *, hands_over: bool = False) -> None:
-        """Leave the store; twice is fine. hands_over: see Client.hand_over."""
+        """Leave the store; idempotent. hands_over: see Client.hand_over."""
         self._is_leaving = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         if hands_over:
@@ -277,14 +277,14 @@ class Updater:
         version, staged = fetch.version, None
         try:
             staged = self._acquire(version, Deadline(fetch.deadline), fetch.in_place)
-            # Here rather than in the install: it may take as long as the slowest reader, and the engine generates.
+            # Here, not in the install: it may take as long as the slowest reader, and the engine generates meanwhile.
             self._withdraw_live(Deadline.after(self.config.drain_timeout_s))
         except Exception as failure:
             error = failure if isinstance(failure, TensorHubError) else None
-            if error is None:  # whatever it is, the weights are untouched and the owner must hear of it
+            if error is None:  # in any case the weights are untouched and the owner must be notified
                 logger.exception("%s: version %d: fetch failed", self._name, version)
                 error = TensorHubError(f"{type(failure).__name__}: {failure}", version=version)
-            if not self._is_leaving:  # else nothing has failed: it was broken off
+            if not self._is_leaving:  # else nothing has failed: it was cancelled
                 logger.warning("%s: version %d was not fetched: %s", self._name, version, error)
                 run_log.record("update_failed", worker=self._name, version=version, error=str(error))
             self._handle(update_state.FetchFailed(version, error, staged))
@@ -297,7 +297,7 @@ class Updater:
             held = {info.version: info.layouts for info in self._client.versions()}
             if held.get(version, {}).get(self.position.layout) and not self._conversion.hidden:
                 return Staged(version)
-            # No peer has our layout yet. Whether to convert or to wait for a peer that does, only the hub can say,
+            # No peer has our layout yet. Only the hub can decide whether to convert or to wait for a peer that does,
             # and a converter needs the checkpoint in host memory anyway.
         staged = self._get_needed(version, deadline) or self._get(version, self._layouts, deadline, serve=self._relays)
         assert staged.fetched is not None
@@ -318,22 +318,22 @@ class Updater:
         given = plan.given_by(fetched)
         if self._quantizer is not None and fetched.wanted is None:
             if not self._quantizer.knows(given.shapes):
-                return  # the loaders are to be asked, which vLLM's own thread does
+                return  # the loaders have to run, in vLLM's own thread
             given = self._quantizer.given(fetched, given)
         self._contract.check(given.tensors, given.shapes)
 
     def _given(self, fetched: Fetched) -> plan.Given:
-        """A checkpoint that has come, as this model's loaders want it. In vLLM's own thread."""
+        """Return a fetched checkpoint as this model's loaders want it. In vLLM's own thread."""
         given = plan.given_by(fetched)
-        # What was read by a plan is quantized already: of floats no plan says what an FP8 weight is made of.
+        # A checkpoint read by a plan is quantized already: no plan covers FP8 weights that are made from floats.
         if self._quantizer is None or fetched.wanted is not None:
             return given
         return self._quantizer.given(fetched, given)
 
     def _get_needed(self, version: int, deadline: Deadline) -> Staged | None:
-        """Of a checkpoint only what this worker needs; None: that is not known, or this one is not like those before.
+        """Fetch only what this worker needs of a checkpoint; None: unknown, or this one is unlike the last.
 
-        A runtime layout comes whole, as ever.
+        A runtime layout is always fetched whole.
         """
         needed = None if self._quantizer and self._quantizer.quantizes else self._conversion.wanted()
         if needed is None:
@@ -351,7 +351,7 @@ class Updater:
         return None
 
     def _get_first(self, version: int, deadline: Deadline) -> Staged:
-        """As above, of the first checkpoint: first its tables alone, then what a rehearsal over their shapes names."""
+        """Do the same for the first checkpoint: fetch its tables alone, then what a rehearsal over shapes names."""
         began, timeout_s = time.monotonic(), deadline.remaining()
         found = self._client.fetch(
             version, self._layouts, timeout_s=timeout_s, serve=self._relays, wanted=(), borrow=True
@@ -372,8 +372,8 @@ class Updater:
         return staged
 
     def _plan_ahead(self, shapes: plan.Shapes, deadline: Deadline) -> plan.Plan | None:
-        """What of a checkpoint of these shapes is needed. The loaders run over the live model's modules: in vLLM's own
-        thread, between two steps, which comes by with the next `poll`."""
+        """Return what of a checkpoint of these shapes is needed. The loaders run over the live model's modules: in
+        vLLM's own thread, between two steps, during the next `poll`."""
         planned: Future[plan.Plan | None] = Future()
         self._asked.put((planned, lambda: self._contract.rehearse_shapes(shapes)))
         try:
@@ -383,16 +383,16 @@ class Updater:
 
     @property
     def _relays(self) -> bool:
-        """Whether what arrives is offered to peers while the rest still does."""
+        """Return whether segments are offered to peers while the rest still arrives."""
         return self.config.source == "host"
 
     @property
     def _layouts(self) -> tuple[str, ...]:
-        """What may be fetched. What kernels derive and keep for themselves no raw copy would bring along."""
+        """Return the layouts that may be fetched. A raw copy would lack what kernels derive and keep for themselves."""
         return (CHECKPOINT,) if self._conversion.hidden else (self.position.layout, CHECKPOINT)
 
     def _get(self, version: int, layouts: tuple[str, ...], deadline: Deadline, **how: Any) -> Staged:
-        """how: serve, into, repair and wanted, see Client.fetch."""
+        """Fetch a version. how: serve, into, repair and wanted, see Client.fetch."""
         began, timeout_s = time.monotonic(), deadline.remaining()
         return self._came(self._client.fetch(version, layouts, timeout_s=timeout_s, borrow=True, **how), began)
 
@@ -402,13 +402,13 @@ class Updater:
         return Staged(fetched.version, fetched if fetched.slabs else None, fetched.report)
 
     def _drop(self, staged: Staged) -> None:
-        """Let go of bytes that will not be installed, or are not needed any more."""
+        """Free bytes that will not be installed, or are not needed any more."""
         fetched = staged.fetched
         if self._quantizer is not None:
             self._quantizer.forget()
         try:
             if fetched is None:
-                if staged.report is not None:  # read in place, and perhaps offered from there
+                if staged.report is not None:  # read in place, and perhaps offered
                     self._client.unpublish(staged.version, self.position.layout)
                 return
             if fetched.converts is not None:
@@ -431,7 +431,7 @@ class Updater:
             future.set_exception(error)
 
     def _see_to(self, fetching: Future[None], timeout_s: float) -> None:
-        """Wait for the background, and answer what it asks; FutureTimeout."""
+        """Wait for the background, and answer its requests; FutureTimeout."""
         deadline = Deadline.after(timeout_s)
         fetching.add_done_callback(lambda _: self._asked.put(None))
         while not fetching.done():
@@ -444,7 +444,7 @@ class Updater:
     # --- installing, in vLLM's own thread ---
 
     def _prepare(self, version: int, deadline: Deadline, timeout_s: float) -> None:
-        """No peer reads what will change; raises, with nothing changed, why this version cannot be installed."""
+        """Have no peer read what will change; raise, with nothing changed, if this version cannot be installed."""
         self.addresses.check()
         self._wait_until_served(deadline, timeout_s)
         with self._lock:
@@ -458,9 +458,9 @@ class Updater:
         return "copy" if fetched is None or fetched.layout == self.position.layout else "convert"
 
     def _rehearse(self, staged: Staged) -> None:
-        """Raise VersionRefused, and let go of it, unless these bytes fill this model. No other bytes change."""
+        """Raise VersionRefused, and drop the version, unless these bytes fill this model. No other bytes change."""
         if staged.fetched is None or staged.fetched.layout == self.position.layout:
-            return  # a peer's tensors have been compared, and its weights were whole
+            return  # a peer's tensors have been compared, and its weights were complete
         try:
             given = self._given(staged.fetched)
             self._contract.rehearse(given.tensors, given.shapes)
@@ -470,7 +470,7 @@ class Updater:
             raise refused from error
 
     def _change(self, version: int, deadline: Deadline) -> str | None:
-        """Write the model. Returns how a checkpoint was converted, None for a copy of our own layout."""
+        """Write the model. Return how a checkpoint was converted, None for a copy of our own layout."""
         staged = self._state.staged
         assert staged is not None
         if staged.fetched is None:
@@ -494,20 +494,20 @@ class Updater:
 
     def _convert(self, fetched: Fetched) -> str:
         given = self._given(fetched)
-        self._contract.rehearse(given.tensors, given.shapes)  # again only for what was read in place of something else
+        self._contract.rehearse(given.tensors, given.shapes)  # repeated only for a checkpoint read instead
         given.plan = self._contract.plan_for(given.shapes)
         how = self._conversion.install(given)
-        self._plans_ahead = False  # what is needed is known, or cannot be
+        self._plans_ahead = False  # what is needed is known, or unknowable
         return how
 
     def _read_in_place(self, version: int, deadline: Deadline) -> Staged:
-        """Into the live weights, to be served there; or the checkpoint, when the peers with our layout are gone."""
+        """Read into the live weights, to be served there; or fetch the checkpoint, if no peer has our layout."""
         live, in_host_memory = weights.tensors(self._model), self.config.source == "host"
         try:
-            # Half of the time: it may be over before the hub has noticed that a peer is dead.
+            # Half of the time: it may run out before the hub has noticed that a peer is dead.
             first = Deadline.after(deadline.remaining() / 2)
             layouts = (self.position.layout, CHECKPOINT)
-            repair = self._state.repairs  # after an install that failed half way only what is damaged is read again
+            repair = self._state.repairs  # after an install that failed half way only damaged parts are read again
             staged = self._get(version, layouts, first, serve=not in_host_memory, into=live, repair=repair)
         except TensorHubError as error:
             logger.warning("%s: version %d: not read in place: %s", self._name, version, error)
@@ -538,10 +538,10 @@ class Updater:
             self._serve(Staged(version))
 
     def _serve(self, staged: Staged) -> None:
-        """Runs after an install: offer the new version in our layout, then stop offering the one before."""
+        """Offer the new version in our layout after an install, then stop offering the one before."""
         try:
             self._offer(staged)
-        except Exception as error:  # the weights are right; only peers cannot have them from here
+        except Exception as error:  # the weights are right; only peers cannot read them from here
             logger.warning("%s: version %d is not served: %s", self._name, staged.version, error)
         try:
             # Nothing writes the weights meanwhile: the next install waits for this thread.
@@ -572,7 +572,7 @@ class Updater:
         self._handle(update_state.Served(version))
 
     def _make_room(self, version: int) -> None:
-        """The version before gives its memory to this one, unless somebody reads it: else a third copy is taken."""
+        """Reuse the former version's memory for this one, unless it has readers: else allocate a third copy."""
         with self._lock:
             before = self._state.served
         if before in (None, version):
@@ -584,7 +584,7 @@ class Updater:
             self._handle(update_state.Withdrawn())
 
     def _drop_source(self, staged: Staged) -> None:
-        """Let go of what was fetched; what we serve of it stays for as long."""
+        """Free what was fetched; what we serve of it stays for as long as needed."""
         fetched, layout = staged.fetched, self.position.layout
         if self._quantizer is not None:
             self._quantizer.forget()
@@ -610,7 +610,7 @@ class Updater:
                 ) from None
 
     def _withdraw_live(self, deadline: Deadline) -> None:
-        """No peer reads the live weights afterwards."""
+        """Withdraw the live weights: no peer reads them afterwards."""
         with self._lock:
             served = self._state.to_withdraw()
         if served is not None:

@@ -1,7 +1,7 @@
-"""How the workers of one engine agree: each says a few bytes, and hears all of them in shard order.
+"""Agreement among the workers of one engine: each sends a few bytes, and receives all of them in shard order.
 
-votes     once before an install and once after it: all workers or none
-Steps     in between, where a reload of weights that ranks share has them wait for each other: vLLM's online
+votes     once before an install and once after it: all workers or none Steps     in between, where a reload of weights
+that ranks share has them wait for each other: vLLM's online
           quantization makes one scale of the largest element on any rank
 """
 
@@ -18,14 +18,14 @@ from tensorhub_plugins.core import TensorHubError
 from tensorhub_plugins.vllm.worker.fingerprint import group_of, parallel_ranks
 
 VOTE_SIZE_BYTES = 32  # a fingerprint, a version and a verdict, or a number
-STAGE = ("tp", "dp")  # the groups of the ranks that share the weights of one stage of a pipeline
+STAGE = ("tp", "dp")  # the groups of ranks that share the weights of one pipeline stage
 
 Gather = Callable[[bytes], list[bytes]]  # one VOTE_SIZE_BYTES message per worker of the engine, in shard order
 
 
 @dataclass(frozen=True)
 class ShardPosition:
-    """Which part of which replica this worker is, and the runtime layout of that replica."""
+    """The part of a replica that this worker is, and the runtime layout of that replica."""
 
     shard: int
     shard_count: int
@@ -33,7 +33,7 @@ class ShardPosition:
 
 
 def engine_gather(vllm_config: Any) -> tuple[Gather, int]:
-    """All-gather of one small message over the workers of this engine, in shard order; and this worker's shard."""
+    """Return an all-gather of a small message over this engine's workers, in shard order; and our shard."""
     ranks = parallel_ranks(vllm_config)
     shard, count = 0, 1
     for place in (*STAGE, "pp"):
@@ -43,7 +43,7 @@ def engine_gather(vllm_config: Any) -> tuple[Gather, int]:
 
 
 def _in_stage(message: bytes) -> torch.Tensor:
-    """A row of each rank of this worker's stage."""
+    """Return one row for each rank of this worker's stage."""
     if len(message) != VOTE_SIZE_BYTES:
         raise AssertionError(f"a vote of {len(message)} bytes")
     rows = torch.frombuffer(bytearray(message), dtype=torch.uint8)[None]
@@ -61,24 +61,24 @@ class OutOfStep(TensorHubError):
 
 
 class Steps:
-    """The workers of one engine, from vote to vote, and through what the ranks of a stage do together in between.
+    """The coordination of one engine's workers: votes, and what the ranks of a stage do together in between.
 
-    Who fails there has no more steps and votes. The others hear that vote in their next step, which raises OutOfStep,
-    and say nothing more. So nobody waits for who does not come, and no vote is taken for another one.
+    A rank that fails there skips to its vote. The others receive that vote in their next step, which raises OutOfStep,
+    and send nothing more. So no rank waits for a missing one, and no vote is mistaken for another.
     """
 
     def __init__(self, gather: Gather, *, together: bool) -> None:
-        """together: whether there are such steps; if not, each worker goes its own way between the votes."""
+        """Begin before a vote. together: whether there are such steps; if not, workers go on alone between votes."""
         self._gather, self.together = gather, together
-        self._heard = False  # the next vote, in a step
+        self._heard = False  # the next vote was received in a step
 
     def vote(self, version: int, willing: bool, way: str = "") -> bool:
-        """Whether every worker is willing, for the same version; and the same way, where they go together."""
+        """Return whether every worker is willing, for the same version; and by the same way, if there are steps."""
         heard, self._heard = self._heard, False
         return not heard and all_willing(self._gather, version, willing, way if self.together else "")
 
     def all(self, what: str, here: bool = True) -> bool:
-        """Whether it is so in all ranks; OutOfStep unless all ask the same. Of itself, who goes its own way."""
+        """Return whether it is true in all ranks; without steps, here. Raise OutOfStep unless all ask the same."""
         if not self.together:
             return here
         if not self._heard:
@@ -104,23 +104,23 @@ def _all_gather(rows: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def all_willing(gather: Gather, version: int, willing: bool, way: str = "") -> bool:
-    """Whether every worker is willing, for the same version, by the same way."""
+    """Return whether every worker is willing, for the same version, by the same way."""
     votes = gather(_padded(version.to_bytes(8, "big") + bytes([willing]) + hashlib.sha256(way.encode()).digest()[:16]))
     return willing and all(vote == votes[0] for vote in votes)
 
 
 def anyone(gather: Gather, here: bool) -> bool:
-    """Whether it is so in any worker."""
+    """Return whether it is true in any worker."""
     return any(vote[0] for vote in gather(_padded(bytes([here]))))
 
 
 def first_says(gather: Gather, number: int) -> int:
-    """What the engine's first worker says, for all of them."""
+    """Return the number of the engine's first worker, in all of them."""
     return int.from_bytes(gather(_padded(number.to_bytes(8, "big")))[0][:8], "big")
 
 
 def first_name(gather: Gather, name: str) -> str:
-    """What the engine's first worker is called, for all of them: on other hosts it may be called otherwise."""
+    """Return the name of the engine's first worker, in all of them: workers on other hosts may have another."""
     encoded = name.encode()
     chunks = [
         gather(_padded(encoded[start : start + VOTE_SIZE_BYTES]))[0]

@@ -41,19 +41,19 @@ REFRESHED_SCALARS = ("_q_scale_float", "_k_scale_float", "_v_scale_float")
 
 
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor the model computes with, by name, each storage range once, without the KV cache.
+    """Return every tensor the model computes with, by name, each storage range once, without the KV cache.
 
     The tensors are the live ones: writing into them changes the model. All are contiguous: what the model keeps
-    transposed is given in the order of its memory, what it keeps with gaps as one flat run with the gaps in it.
-    What such bytes mean is the fingerprint's business.
+    transposed is given in the order of its memory, what it keeps with gaps as one flat run with the gaps in it. The
+    fingerprint covers what such bytes mean.
     """
     found = dict(all_tensors(model))
     return _joined(without_aliases({name: in_memory_order(tensor) for name, tensor in found.items()}))
 
 
 def _joined(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One name, the first, for memory that several have in part: what MLA derives from a quantized layer are two views
-    that take turns in one matrix."""
+    """Use one name, the first, for memory that several tensors share in part: MLA derives two views from a quantized
+    layer that alternate in one matrix."""
     joined: dict[str, torch.Tensor] = {}
     last = ""
     for name in sorted(found, key=lambda each: found[each].data_ptr()):
@@ -73,7 +73,7 @@ def _overlap(before: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All of them as the model has them, the same one under several names too."""
+    """Yield all of them as the model has them, also the same one under several names."""
     for named in (
         model.named_parameters(remove_duplicate=False),
         model.named_buffers(remove_duplicate=False),
@@ -89,7 +89,7 @@ def all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Its parameters, under all the names that they have."""
+    """Return its parameters, under all their names."""
     return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
@@ -124,21 +124,21 @@ def refresh_scalars(model: torch.nn.Module) -> None:
 
 
 def is_refreshed(name: str) -> bool:
-    """Whether `refresh_scalars` sets the number of this name."""
+    """Return whether `refresh_scalars` sets the number of this name."""
     return name.rpartition(".")[2] in REFRESHED_SCALARS
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Hex digest of a contiguous tensor's bytes: equal to what a slab says of the same range of its stream."""
+    """Return the hex digest of a contiguous tensor's bytes: equal to a slab's of the same range of its stream."""
     return xxhash.xxh3_128_hexdigest(on_host(flat_bytes(tensor)).numpy().data)
 
 
 def checkpoint_view(model: torch.nn.Module, vllm_config: Any) -> dict[str, torch.Tensor] | None:
-    """The live weights under their Hugging Face names, as views; None where they cannot be told apart.
+    """Return the live weights under their Hugging Face names, as views; None where the names are unknown.
 
-    For unquantized dense models on one worker, whose fused tensors are plain concatenations. A tied head appears
-    under its own name too, after what it is tied to. So an engine can be compared with what the trainer published,
-    and `conversion` knows where to copy.
+    For unquantized dense models on one worker, whose fused tensors are plain concatenations. A tied head appears under
+    its own name too, after what it is tied to. So an engine can be compared with what the trainer published, and
+    `conversion` knows where to copy.
     """
     parallel = vllm_config.parallel_config
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
@@ -157,7 +157,7 @@ def checkpoint_view(model: torch.nn.Module, vllm_config: Any) -> dict[str, torch
 
 
 def _renames_weights(model: torch.nn.Module) -> bool:
-    """Whether loading does more than fuse layers, so that the model's names are not the checkpoint's."""
+    """Return whether loading does more than fuse layers, so that the model's names are not the checkpoint's."""
     rules = vars(getattr(model, "hf_to_vllm_mapper", None) or object).items()
     return any(rule for kind, rule in rules if kind.startswith("orig_to_new") and kind != "orig_to_new_stacked")
 
