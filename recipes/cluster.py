@@ -10,7 +10,7 @@ its site as `ray start --labels tensorhub.io/data-center=SITE` does.
 
 Runs until it is ended, and ends its nodes then. RUN/nodes.json says the cluster's address and, for every node, its
 name and the process to kill when it shall be lost. RAY becomes Ray's own folder and must be short (107 characters with
-all that Ray adds). Ray lets nobody into a cluster without its token: who connects sets RAY_AUTH_MODE=token and
+all that Ray adds). Ray admits no process to a cluster without its token: a client sets RAY_AUTH_MODE=token and
 RAY_AUTH_TOKEN_PATH=RAY/token.
 """
 
@@ -77,13 +77,13 @@ def main() -> None:
 
 
 def _end(*_: object) -> None:
-    """Once: who ends our group and run.sh both tell us, and a second word would break off the ending of the nodes."""
+    """End once: both the process that ends our group and run.sh signal us, and a second signal would interrupt this."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)
 
 
 def place(site: str, namespace: str, address: str) -> dict[str, Any]:
-    """Arguments of `start` for a node there; its processes find each other by that address, not by the host's name."""
+    """Return the arguments of `start` for a node there; its processes find each other by that address, not by name."""
     return {
         "inside": ("ip", "netns", "exec", namespace),
         "arguments": (f"--node-ip-address={address}", f"--labels=tensorhub.io/data-center={site}"),
@@ -102,9 +102,9 @@ def start(
     arguments: Sequence[str] = (),
     **more: str,
 ) -> dict[str, Any]:
-    """One node; returns its name, the process of its raylet, and how many GPUs it says it has.
+    """Start one node; return its name, the process of its raylet, and how many GPUs it reports.
 
-    inside: what a command begins with there, e.g. to enter a network namespace; arguments: of `ray start`; more: of its
+    inside: the prefix of its command, e.g. to enter a network namespace; arguments: of `ray start`; more: of its
     environment.
     """
     name = "head" if rank == 0 else f"node-{rank}"
@@ -132,7 +132,7 @@ def start(
 
 
 def _raylets(pid: int) -> list[int]:
-    """Of the children of `ray start`, of which some end while one looks."""
+    """Return the raylets among the children of `ray start`, some of which end meanwhile."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():

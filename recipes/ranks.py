@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 
 def free_port() -> int:
-    """On loopback, for the ranks to meet."""
+    """Return a free port on loopback, for the ranks to meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -25,9 +25,9 @@ def started(
     environment: Mapping[str, str],
     stdout: int | None = None,
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """`python PROGRAM RANK arguments...` for each rank, killed at the end. `environment` is added to our own.
+    """Run `python PROGRAM RANK arguments...` for each rank, killed at the end. `environment` is added to our own.
 
-    What a rank reads from its stdin is the caller's word; with subprocess.PIPE the caller reads what it prints.
+    The caller writes to the ranks' stdin; with subprocess.PIPE it also reads what they print.
     """
     ranks: list[subprocess.Popen[str]] = []
     try:

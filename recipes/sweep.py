@@ -23,7 +23,7 @@ KILL_S = 30.0  # until the kernel has ended a process on a busy machine
 
 
 def sweep(run: str, since: float, shared: Path = SHARED) -> list[Path]:
-    """What was removed. since: as time.time() tells it."""
+    """Remove what the run left, and return it. since: as of time.time()."""
     deadline = time.monotonic() + WAIT_S
     ours = ancestors()  # the script that runs this one is of the run too
     while left := [process for process in processes() if process not in ours and _is_of(process, run)]:
@@ -31,14 +31,14 @@ def sweep(run: str, since: float, shared: Path = SHARED) -> list[Path]:
             break
         time.sleep(0.2)
     made = [file for pattern in NAMES for file in shared.glob(pattern) if _made_since(file, since)]
-    # Only who holds one of them: whoever else was told RUN, an editor for example, goes on.
+    # Only holders of one of them: other processes that got RUN, an editor for example, go on.
     _kill([process for process in left if any(str(file) in read(process / "maps") for file in made)])
     return _remove(made)
 
 
 def kill_group(group: int, shared: Path = SHARED) -> list[Path]:
-    """SIGKILL to a process group that the caller has made. Removes what its processes have mapped there and nobody else
-    has, which Python's resource tracker would have done, had it not been killed with them."""
+    """Send SIGKILL to a process group that the caller has made. Remove what only its processes have mapped there, which
+    Python's resource tracker would have done, had it not been killed with them."""
     members = [process for process in processes() if _group_of(process) == group]
     made = [file for pattern in NAMES for file in shared.glob(pattern)]
     maps = "\n".join(read(process / "maps") for process in members) if made else ""
@@ -48,7 +48,7 @@ def kill_group(group: int, shared: Path = SHARED) -> list[Path]:
 
 
 def _kill(members: list[Path]) -> None:
-    """Returns when they have let go of their memory."""
+    """Kill them, and return when their memory is freed."""
     for process in members:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(process.name), signal.SIGKILL)
@@ -58,7 +58,7 @@ def _kill(members: list[Path]) -> None:
 
 
 def _remove(files: list[Path]) -> list[Path]:
-    """Those that no process has mapped."""
+    """Remove those that no process has mapped."""
     maps = "\n".join(read(process / "maps") for process in processes()) if files else ""
     removed = [file for file in files if str(file) not in maps]
     for file in removed:
@@ -84,7 +84,7 @@ def _is_of(process: Path, run: str) -> bool:
 
 
 def ancestors() -> set[Path]:
-    """And this process itself."""
+    """Return this process and its ancestors."""
     found, pid = set(), os.getpid()
     while pid > 0:
         found.add(Path(f"/proc/{pid}"))

@@ -29,7 +29,7 @@ CONGESTION_CONTROL = "reno"  # the same for all, and there in every kernel
 
 
 def missing() -> str | None:
-    """Why this machine cannot do it, and what to do about that; None: it can."""
+    """Return why this machine cannot do it, and what to do about that; None: it can."""
     if os.geteuid() != 0:
         return "network namespaces need root: run it as root, for example in a container with --privileged"
     for tool in ("ip", "tc"):
@@ -48,7 +48,7 @@ def require() -> None:
 
 
 def cannot_delay() -> str | None:
-    """Why no round-trip time can be made here; None: it can."""
+    """Return why no round-trip time can be made here; None: it can."""
     if not Path("/dev/net/tun").exists():
         return "there is no /dev/net/tun"
     if shutil.which("cc") is None:
@@ -57,7 +57,7 @@ def cannot_delay() -> str | None:
 
 
 class Network:
-    """Bridges "sites" with hosts on them. A context manager."""
+    """A set of bridges ("sites") with hosts on them. A context manager."""
 
     def __init__(self) -> None:
         self._prefix = f"th{os.getpid()}"
@@ -87,7 +87,7 @@ class Network:
         self._ip(self._switch, "link", "set", name, "up")
 
     def join(self, one: str, other: str, mbit: float, rtt_ms: float = 0.0) -> None:
-        """A link between two sites, shaped in both directions."""
+        """Join two sites by a link that is shaped in both directions."""
         near, far = f"w{one}", f"w{other}"
         if rtt_ms:
             # site - shaped link - bridge - TAP - forwarder - ...: the delay follows the queue, as on a long wire
@@ -109,22 +109,23 @@ class Network:
             self._shape(self._switch, end, mbit)
 
     def cut(self, site: str) -> None:
-        """Nothing crosses the link that joins this site any more, and no host is told."""
+        """Cut the link that joins this site: nothing crosses it any more, and no host is notified."""
         self._ip(self._switch, "link", "set", f"w{site}", "down")
 
     def mend(self, site: str) -> None:
-        """It crosses again."""
+        """Restore the link."""
         self._ip(self._switch, "link", "set", f"w{site}", "up")
 
     def impair(self, host: Host, how: str) -> None:
-        """cut: nothing leaves or comes. mute: nothing leaves. deafen: nothing comes. No host is told."""
+        """Impair a host's link, unnoticed. cut: nothing leaves or arrives. mute: nothing leaves. deafen: nothing
+        arrives."""
         if how in ("cut", "mute"):
             self._drop_all(host.name, "eth0")
         if how in ("cut", "deafen"):
             self._drop_all(self._switch, host.port)
 
     def repair(self, host: Host) -> None:
-        """The end of `impair`."""
+        """End `impair`."""
         for name, device in ((host.name, "eth0"), (self._switch, host.port)):
             if host.mbit is None:
                 _run("tc", "-n", name, *f"qdisc replace dev {device} root pfifo".split())
@@ -151,7 +152,7 @@ class Network:
                 raise RuntimeError("the forwarder did not start")
 
     def host(self, site: str, mbit: float | None) -> Host:
-        """A namespace with one address; mbit: its link's rate in each direction, None: as fast as it goes."""
+        """Make a namespace with one address; mbit: its link's rate in each direction, None: unlimited."""
         self._hosts += 1
         name, port = f"{self._prefix}h{self._hosts}", f"p{self._hosts}"
         address = f"10.77.{self._hosts >> 8}.{self._hosts & 255}"
@@ -167,11 +168,11 @@ class Network:
         return Host(name, address, port, mbit)
 
     def crossed_bytes(self, site: str) -> int:
-        """What has come into this site over the link that joins it, headers included."""
+        """Return the bytes that came into this site over the link that joins it, headers included."""
         return self._counter(f"w{site}", "rx_bytes")
 
     def traffic_bytes(self, host: Host) -> tuple[int, int]:
-        """What a host has received and sent, headers included."""
+        """Return the bytes that a host has received and sent, headers included."""
         return self._counter(host.port, "tx_bytes"), self._counter(host.port, "rx_bytes")
 
     def _counter(self, device: str, name: str) -> int:
@@ -192,7 +193,7 @@ class Network:
 
 
 class _Sys:
-    """Reads files of a namespace's own /sys."""
+    """A reader of a namespace's own /sys."""
 
     def __init__(self, name: str) -> None:
         script = 'while read path; do cat "$path"; done'
@@ -212,7 +213,7 @@ class _Sys:
 
 
 class Host:
-    """One process in a namespace, which runs functions for us, one after the other."""
+    """A process in a namespace, which runs functions for us, one after the other."""
 
     def __init__(self, name: str, address: str, port: str, mbit: float | None) -> None:
         self.name = name
@@ -301,5 +302,5 @@ def stopping(*hosts: Host) -> Iterator[None]:
 
 
 def now() -> float:
-    """The same clock in every process of this machine."""
+    """Return the time of a clock that is the same in every process of this machine."""
     return time.monotonic()

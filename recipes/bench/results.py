@@ -1,4 +1,4 @@
-"""Where a benchmark leaves its numbers."""
+"""The output of a benchmark's numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def save(file: Path | None, content: dict[str, Any]) -> None:
-    """As JSON, if a file was asked for."""
+    """Write the content as JSON, if a file was requested."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(content, indent=1))

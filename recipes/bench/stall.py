@@ -35,9 +35,9 @@ def measure(
     model: str = "{size}",
     size: str = "small",
 ) -> int:
-    """name: of the module in recipes/bench. command: of one run, given the path and the arguments. read_round: from the
-    path and the folder of a run. wait: what the trainer waits in. model: its folder below OUT/models. size: of the
-    model, unless the command line says another.
+    """Measure and report. name: the module's in recipes/bench. command: of one run, given the path and the arguments.
+    read_round: from the path and the folder of a run. wait: what the trainer waits in. model: its folder below
+    OUT/models. size: the model's, unless the command line sets another.
 
     Returns the exit status: 1 when a ratio is below --target."""
     parser = argparse.ArgumentParser(prog=f"python -m recipes.bench.{name}", description=description.splitlines()[0])
@@ -99,7 +99,7 @@ def run(command: Sequence[str], folder: Path, plugin: Path, shared: Path, size: 
 
 
 def write_plugin(out: Path) -> Path:
-    """A folder for PYTHONPATH whose metadata make vLLM load the probe."""
+    """Write a folder for PYTHONPATH whose metadata make vLLM load the probe."""
     info = out / "plugin/verl_stall_probe-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: verl-stall-probe\nVersion: 1\n")
@@ -110,7 +110,7 @@ def write_plugin(out: Path) -> Path:
 
 
 def memcpy_s(weights: Path) -> float:
-    """The physical limit: the model's bytes copied once from memory to memory, by one thread, on a quiet machine."""
+    """Return the physical limit: the seconds to copy the model's bytes in memory, by one thread, on a quiet machine."""
     import torch
 
     source = torch.ones(weights.stat().st_size, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What runs in the processes of the benchmarks: a hub, workers of the store, and the bare stream beside them."""
+"""The processes of the benchmarks: a hub, workers of the store, and the bare stream to compare with."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Worker(Stream):
 
 
 def bare_stream(source: Host, reader: Host) -> float:
-    """Seconds that all bytes take over one TCP connection."""
+    """Return the seconds that all bytes take over one TCP connection."""
     port = reader.call("listen", reader.address)
     reader.tell("receive")
     began: float = source.call("send", reader.address, port)
@@ -140,7 +140,7 @@ def bare_stream(source: Host, reader: Host) -> float:
 
 
 def read_at_once(version: int, source: Host, readers: Sequence[Host]) -> tuple[float, list[dict[str, Any]]]:
-    """When it was published to readers that waited for it, and what each of them says."""
+    """Publish to readers that wait; return when it was published, and each reader's answer."""
     for reader in readers:
         reader.tell("read", version)
     began: float = source.call("publish", version)

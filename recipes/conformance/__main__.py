@@ -49,9 +49,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown: how many of each, what was examined, and what could not be run, by its reason.
+    """Return Markdown: how many of each, what was examined, and what could not be run, by its reason.
 
-    What was not made is counted only.
+    What was not made is only counted.
     """
     rows = [{family["architecture"]: family for family in run["families"]} for run in runs]
     titles = [f"vLLM {run['vllm']}, TP {run.get('engine', {}).get('tensor_parallel_size', 1)}" for run in runs]

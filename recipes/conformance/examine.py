@@ -61,7 +61,7 @@ def run(only: Sequence[str], options: Mapping[str, Any], *, report: Path | None 
 
 
 def architectures() -> list[str]:
-    """All that vLLM's registry has."""
+    """Return all that vLLM's registry has."""
     from vllm.model_executor.models import ModelRegistry
 
     return sorted(ModelRegistry.get_supported_archs())
@@ -122,7 +122,7 @@ def _why_vllm_cannot(error: str) -> str:
 
 
 def _prepare(architecture: str, model: Path) -> None:
-    """Runs in a process of its own: make the model, and let vLLM note what its class can do.
+    """Make the model, in a process of its own, and let vLLM note what its class can do.
 
     vLLM would do that by importing itself once more, in yet another process, which takes seconds; it keeps a note.
     """
@@ -138,7 +138,7 @@ def _prepare(architecture: str, model: Path) -> None:
 
 
 def _refusals(wrong: Sequence[check_sync.Finding]) -> str:
-    """What became of how many malformed versions, with one of them by name."""
+    """Return how many malformed versions had which outcome, with one example each."""
     examples: dict[str, list[str]] = {}
     for finding in wrong:
         examples.setdefault(finding.wrong.split(":")[0], []).append(finding.what)

@@ -1,6 +1,6 @@
-"""What is made of every architecture that vLLM knows (see make.py).
+"""The way in which each architecture that vLLM knows is made (see make.py).
 
-Whatever has a class in transformers is made without being named here; these need something of their own.
+Architectures with a class in transformers are made without an entry here; these need special settings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from recipes.conformance.multimodal import MULTIMODAL, TWO_KINDS
 
 
 def family(architecture: str) -> Family | None:
-    """None: nothing here makes it."""
+    """Return the family of this architecture; None: nothing here makes it."""
     import transformers
 
     if architecture in FAMILIES:

@@ -167,7 +167,7 @@ def tokenizer(folder: Path, special: Mapping[str, str]) -> Any:
 
 
 def configuration(kind: Any, settings: Mapping[str, Any]) -> Any:
-    """One of this class with SHAPE, and with the settings, which may hold those of parts by their names."""
+    """Return a configuration of this class with SHAPE and the settings, which may hold those of named parts."""
     default = kind()
     values = {key: value for key, value in SHAPE.items() if hasattr(default, key)}
     parts = {}
@@ -179,5 +179,5 @@ def configuration(kind: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def _kind(default: Any, name: str, part: Any) -> Any:
-    """A configuration says AutoConfig where a part may be of many classes."""
+    """Return the class of a part: a configuration has AutoConfig where it may be one of many."""
     return type(getattr(default, name)) if part.__name__ == "AutoConfig" else part

@@ -24,7 +24,7 @@ USUAL = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 
 
 def checkpoint_shapes(folder: Path, packed: Mapping[str, list[str]]) -> Shapes:
-    """For the model of this folder's config.json. packed: what a fused layer's parts are called, beyond vLLM's tables.
+    """Return the shapes for the model of this folder's config.json. packed: fused layers' parts, beyond vLLM's tables.
 
     Call it in a process of its own: it starts torch.distributed.
     """
@@ -56,7 +56,7 @@ def _made(folder: Path) -> torch.nn.Module:
 
 
 def _expert_names(model: torch.nn.Module) -> list[tuple[str, str, int, str]]:
-    """(part of the parameter's name, part of the checkpoint's name, expert, "w1", "w2" or "w3")"""
+    """Return (part of the parameter's name, part of the checkpoint's name, expert, "w1", "w2" or "w3") of each."""
     for module in model.modules():
         get_mapping: Any = getattr(module, "get_expert_mapping", list)
         mapping = list(get_mapping())
@@ -68,7 +68,7 @@ def _expert_names(model: torch.nn.Module) -> list[tuple[str, str, int, str]]:
 def _experts(
     name: str, parameter: torch.Tensor, names: list[tuple[str, str, int, str]]
 ) -> Iterator[tuple[str, torch.Size]]:
-    """w13_weight is (experts, 2 x width, hidden), w2_weight (experts, hidden, width)."""
+    """Yield the experts' tensors: w13_weight is (experts, 2 x width, hidden), w2_weight (experts, hidden, width)."""
     tail = next((tail for tail in USUAL_EXPERTS if name.endswith(tail)), "")
     if tail and not any(of_parameter in name for of_parameter, _, _, _ in names):  # the class has no table
         names = [

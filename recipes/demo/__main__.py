@@ -120,7 +120,7 @@ def train(run: Path, arguments: argparse.Namespace) -> int:
 
 
 class Progress:
-    """Prints what is new in the event log and in verl's metrics since it was last asked."""
+    """A printer of what is new in the event log and in verl's metrics since its last call."""
 
     def __init__(self, run: Path, started: float) -> None:
         self.run, self.started = run, started
@@ -176,8 +176,8 @@ def end_cleanly_when_told() -> None:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End the process group that we started, and only that; Ray's daemons leave when their driver does, and who of the
-    group does not is killed."""
+    """End the process group that we started, and only that; Ray's daemons leave when their driver does, and processes
+    of the group that do not are killed."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             break

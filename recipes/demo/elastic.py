@@ -37,7 +37,7 @@ START_TIMEOUT_S = 600.0  # of the run, and of a replica: imports of verl and vLL
 VERSIONS_AFTER = 1  # that everybody takes at the end
 
 
-# On two cores all of them would wait for each other; on a cluster who joins has a machine of its own. So whoever serves
+# On two cores all would wait for each other; on a cluster a new one has a machine of its own. So a serving engine
 # when another one is started leaves it nine tenths of a core that both want.
 STEPS_BACK = 10  # of nice
 BESIDE = {"RAY_worker_niceness": "0"}
@@ -73,7 +73,7 @@ class Run:
         inside: Sequence[str] = (),
         **environment: str,
     ) -> None:
-        """recipe: of this framework; inside: what its commands begin with, e.g. to enter a network namespace."""
+        """Prepare a run. recipe: of this framework; inside: the prefix of its commands, e.g. for a namespace."""
         self.folder, self._inside = folder, inside
         self.log = folder / f"{framework}.log"
         self._shell: Shell | None = None
@@ -105,11 +105,11 @@ class Run:
         return read_events(folder) if folder.exists() else []
 
     def cluster(self) -> dict[str, Any]:
-        """What ../cluster.py says of the nodes."""
+        """Return what ../cluster.py reports about the nodes."""
         return dict(json.loads((self.folder / "nodes.json").read_text()))
 
     def pid(self, event: str, name: str) -> int:
-        """The process that said this of this replica last."""
+        """Return the process that last reported this event of this replica."""
         said = [
             (float(line["t"]), int(path.stem.rpartition("-")[2]))
             for path in (self.folder / "events").glob("*-*.jsonl")
@@ -132,14 +132,15 @@ class Run:
         return answer
 
     def begin(self) -> None:
-        """Until it has answered, and published what who joins can have: OpenRLHF does so after its first step only."""
+        """Wait until it has answered, and published what joining replicas read: OpenRLHF's first step comes before
+        that."""
         self.until("Ray cluster", (self.folder / "nodes.json").exists)
         self._shell = Shell(self.cluster(), self.folder / "fleet.log", self._inside)  # while the run itself starts
         first = {"request", "publish"}
         self.until("first answer", lambda: self.ready() == 1 and first <= {e["event"] for e in self.events()})
 
     def fleet(self, *arguments: str) -> None:
-        """`tensorhub fleet ...`, as the run's user types it."""
+        """Run `tensorhub fleet ...`, as the run's user types it."""
         assert self._shell is not None
         status, said = self._shell(*arguments)
         if status != 0:
@@ -153,7 +154,7 @@ class Run:
         return reports.ready_at(self.events(), time.time())
 
     def act(self, what: str, goal: int, do: Callable[[], None], *, leaves: str | None = None) -> None:
-        """Do something to the fleet, and wait until it has `goal` replicas that serve. leaves: who is killed."""
+        """Do something to the fleet, and wait until it has `goal` replicas that serve. leaves: the killed one."""
         self.say(what)
         self._step_back()
         began = time.time()
@@ -167,7 +168,7 @@ class Run:
         self.say(f"{goal} replicas serve, {time.time() - began:.0f} s later")
 
     def _step_back(self) -> None:
-        """Who works already does so behind those that are about to start."""
+        """Lower the priority of running processes, so that starting ones go first."""
         for node in self.cluster()["nodes"]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for process in psutil.Process(node["raylet"]).children(recursive=True):
@@ -175,7 +176,7 @@ class Run:
                         process.nice(max(process.nice(), STEPS_BACK))
 
     def is_lost(self, name: str, since: float) -> bool:
-        """Whether the fleet has noticed it. Of one that is ready it tells every version."""
+        """Return whether the fleet has noticed the loss. For a ready one it reports every version."""
         members = [e for e in self.events() if e["event"] == "member" and e["t"] > since]
         return any(replica_of(e["worker"]) == name and e["state"] != "ready" for e in members)
 
@@ -212,7 +213,7 @@ def main() -> int:
 
 
 def tell(run: Run) -> None:
-    """The story."""
+    """Run the story."""
     run.begin()
     run.say("one replica serves; two more nodes join")
     run.fleet("list")
@@ -230,7 +231,7 @@ def tell(run: Run) -> None:
 
 
 def _members(run: Run) -> dict[str, dict[str, Any]]:
-    """The last that was said of every member that serves."""
+    """Return the last event of every member that serves."""
     last = {replica_of(e["worker"]): e for e in run.events() if e["event"] == "member"}
     return {name: event for name, event in last.items() if event["state"] == "ready"}
 
@@ -249,7 +250,7 @@ def kill_and_grow(run: Run, name: str) -> None:
 
 
 def _on_another_node(run: Run) -> tuple[str, int, str]:
-    """A replica on a node that is not the head, the raylet of that node, and its name."""
+    """Return a replica on a node that is not the head, the raylet of that node, and its name."""
     raylets = {node["raylet"]: node["name"] for node in run.cluster()["nodes"][1:]}
     for name in reversed(_joined(run)):
         for parent in psutil.Process(run.pid("install", name)).parents():
@@ -264,7 +265,7 @@ def everywhere(run: Run, version: int) -> bool:
 
 
 def read_verl(folder: Path) -> dict[str, Any]:
-    """What it was trained on, by step. Of a step that its log does not tell of, half may be written."""
+    """Return what it was trained on, by step. A step that is not in its log may be half written."""
     metrics = read_metrics(folder / "metrics.jsonl")
     steps, folder = len(metrics), folder / "samples"
     samples = {
@@ -276,7 +277,7 @@ def read_verl(folder: Path) -> dict[str, Any]:
 
 
 def read_openrlhf(folder: Path, events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the generator has handed over for each step; prompts are numbered in the order in which they were asked."""
+    """Return what the generator handed over for each step; prompts are numbered in the order of their requests."""
     from recipes.openrlhf_grpo.metrics import read_metrics
 
     steps = max((row["step"] for row in read_metrics(folder / "tensorboard")), default=0)

@@ -1,4 +1,4 @@
-"""The picture of a fleet: how many replicas serve, which version each of them holds, and who stood still when."""
+"""The picture of a fleet: how many replicas serve, which version each of them holds, and when each was paused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draw(report: Report, events: list[dict[str, Any]], path: Path) -> None:
 
 
 def _draw_states(axes: Any, events: list[dict[str, Any]], start: float, stop: float) -> None:
-    """One lane a replica: its states, and over them the seconds in which it stood still for an update."""
+    """Draw one lane a replica: its states, and over them the seconds in which it paused for an update."""
     lives: dict[str, list[tuple[float, str]]] = {}
     for event in events:
         if event["event"] == "member":

@@ -22,7 +22,7 @@ SHOWN = 5  # things that are wrong
 
 @dataclass
 class Act:
-    """One thing that was done to the fleet, and what came of it."""
+    """One action on the fleet, and its outcome."""
 
     what: str
     began: float  # Unix seconds
@@ -32,7 +32,7 @@ class Act:
     seconds: float | None  # until the goal was reached; None: never
     version: int  # the newest published by then
     pause_max_s: float  # the longest that any replica stood still meanwhile
-    joined: list[str] = field(default_factory=list)  # replicas that became ready, and from whom they had their weights
+    joined: list[str] = field(default_factory=list)  # replicas that became ready, and the sources of their weights
 
 
 @dataclass
@@ -60,8 +60,8 @@ def make_report(
     answers: int,
     counts: Sequence[float] = (),
 ) -> Report:
-    """events: by time. samples: by step, what it was trained on, as "prompt_answer_part". steps: that the trainer tells
-    of. answers: to a prompt. counts: of samples, by step, where the trainer tells that too."""
+    """Make the report. events: by time. samples: by step, what it was trained on, as "prompt_answer_part". steps: as
+    reported by the trainer. answers: to a prompt. counts: of samples, by step, where the trainer reports that too."""
     marks = [event for event in events if event["event"] == "act"]
     ends = [*(event["t"] for event in marks[1:]), float("inf")][: len(marks)]
     acts = [_act(mark, end, events) for mark, end in zip(marks, ends, strict=True)]
@@ -79,7 +79,7 @@ def make_report(
 
 
 def ready_over_time(events: Sequence[Event]) -> list[tuple[float, int]]:
-    """When the number of replicas that serve changed, and to what."""
+    """Return when the number of replicas that serve changed, and to what."""
     states: dict[str, str] = {}
     changes: list[tuple[float, int]] = []
     for event in events:
@@ -92,7 +92,7 @@ def ready_over_time(events: Sequence[Event]) -> list[tuple[float, int]]:
 
 
 def ready_at(events: Sequence[Event], t: float) -> int:
-    """Replicas that served then."""
+    """Return the number of replicas that served then."""
     return next((ready for since, ready in reversed(ready_over_time(events)) if since <= t), 0)
 
 
@@ -125,7 +125,7 @@ def _act(mark: Event, end: float, events: Sequence[Event]) -> Act:
 
 
 def _arrivals(events: Sequence[Event]) -> list[tuple[float, str]]:
-    """When who began to serve, or did so again."""
+    """Return when which replica began to serve, or did so again."""
     states: dict[str, str] = {}
     found = []
     for event in events:
@@ -138,7 +138,7 @@ def _arrivals(events: Sequence[Event]) -> list[tuple[float, str]]:
 
 
 def _first_source(events: Sequence[Event], name: str) -> str:
-    """Whom a replica read in its present life: at its last first version."""
+    """Return the source of a replica in its present incarnation: of its last first version."""
     fetched = [e for e in events if e["event"] == "fetch" and replica_of(e["worker"]) == name]
     sources = {replica_of(source) for e in fetched[:1] for source, count in e.get("sources", {}).items() if count}
     return " and ".join(sorted(sources)) or "nobody"
@@ -178,7 +178,7 @@ def digests_equal(events: Sequence[Event]) -> Claim:
 
 
 def samples_of(row: Mapping[str, Any]) -> float:
-    """Answers that a step of verl was trained on, by its log: tokens, by tokens in a mean one."""
+    """Return the answers that a step of verl was trained on, by its log: tokens, by tokens in a mean one."""
     tokens = row.get("perf/total_num_tokens", 0.0)
     return float(tokens / (row["prompt_length/mean"] + row["response_length/mean"])) if tokens else 0.0
 
@@ -192,7 +192,7 @@ def samples_claim(prompts: int, answers: int) -> str:
 def _every_sample_once(
     samples: Mapping[int, Sequence[str]], steps: int, counts: Sequence[float], prompts: int, answers: int
 ) -> Claim:
-    """By what each sample is called, over all steps: one that came twice in place of another leaves all counts as they
+    """Check the name of each sample, over all steps: a duplicate in place of another would leave all counts as they
     are."""
     wrong = []
     trained: Counter[str] = Counter(name for names in samples.values() for name in names)
@@ -217,7 +217,7 @@ def _every_sample_once(
 
 
 def _pauses_short(events: Sequence[Event], acts: Sequence[Act]) -> Claim:
-    """While others join and leave, a replica stands still as long as in quiet times, and not for them."""
+    """Check that a replica pauses no longer while others join and leave than in quiet times."""
     busy = [(act.began, act.began + act.seconds) for act in acts if act.seconds is not None]
     inside = [e["seconds"] for e in events if e["event"] == "resume" and any(a <= e["t"] <= b for a, b in busy)]
     detail = f"{len(inside)} updates meanwhile, the longest pause {1000 * max(inside, default=0.0):.0f} ms"
@@ -226,7 +226,7 @@ def _pauses_short(events: Sequence[Event], acts: Sequence[Act]) -> Claim:
 
 
 def table(report: Report) -> str:
-    """For people."""
+    """Format the report for the terminal."""
     rows = [["what was done", "ready", "after", "version", "longest pause", "who came, from whom it had its weights"]]
     for act in report.acts:
         rows.append(

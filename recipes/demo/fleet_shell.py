@@ -18,7 +18,7 @@ DONE = "status"  # the line after what a command has said
 
 class Shell:
     """The process that runs them, on a cluster that ../cluster.py has made. It joins at once, which may take most of a
-    minute. log: where Ray's own words go; inside: what its command begins with."""
+    minute. log: the file for Ray's own output; inside: the prefix of its command."""
 
     def __init__(self, cluster: dict[str, Any], log: Path, inside: Sequence[str] = ()) -> None:
         environment = {
@@ -38,7 +38,7 @@ class Shell:
             )
 
     def __call__(self, *arguments: str) -> tuple[int, list[str]]:
-        """The command's status and what it has said."""
+        """Run the command, and return its status and output."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(" ".join(arguments) + "\n")
         self._process.stdin.flush()
@@ -55,7 +55,7 @@ class Shell:
 
 
 class _Said(io.TextIOBase):
-    """What a command says goes to our reader; what Ray says meanwhile, by threads of its own, into the log."""
+    """An output stream: a command's lines go to our reader; what Ray's own threads print meanwhile, into the log."""
 
     def write(self, text: str) -> int:
         to = sys.__stdout__ if threading.current_thread() is threading.main_thread() else sys.__stderr__

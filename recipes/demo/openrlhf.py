@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINES = 2
 PROMPTS_A_STEP = 8  # ../openrlhf_grpo/common.args
 STORES = ("stock", "tensorhub")
-# Rewards are shares of digits, 0 to 1. Sampling on two engines is not the same twice, whoever moves the weights.
+# Rewards are shares of digits, 0 to 1. Sampling on two engines never repeats exactly, whichever path moves the weights.
 GAIN_MIN = 0.06
 DIFFERENCE_MAX = 0.15
 # What OpenRLHF's log says first, and what that means; the last one that is there counts.
@@ -112,7 +112,8 @@ def train(run: Path, store: str, arguments: argparse.Namespace) -> int:
 
 
 class Progress:
-    """Prints what is new in OpenRLHF's log: how far the start is, then every few steps the reward and who has what."""
+    """A printer of what is new in OpenRLHF's log: the start's progress, then every few steps the reward and the
+    versions."""
 
     def __init__(self, run: Path, steps: int, started: float) -> None:
         self.run, self.steps, self.started = run, steps, started
@@ -151,7 +152,7 @@ class Progress:
 
 
 def version_text(events: list[dict[str, Any]], version: int) -> str:
-    """PURE. One version on its way; "" when it was not published."""
+    """Describe one version on its way; "" when it was not published. PURE."""
     found = [event for event in events if event.get("version") == version]
     published = [event["seconds"] for event in found if event["event"] == "publish"]
     if not published:
@@ -197,7 +198,7 @@ def show(out: Path, arguments: argparse.Namespace) -> int:
 
 
 def learns_alike(curves: dict[str, list[float]], steps: int) -> reports.Claim:
-    """PURE. Over the last quarter of the steps with pulling on, against the first."""
+    """Compare the last quarter of the steps with pulling on with the first. PURE."""
     part = max(1, steps // 4)
     first = {store: mean(curve[:part]) for store, curve in curves.items() if curve}
     last = {store: mean(curve[steps - part : steps]) for store, curve in curves.items() if len(curve) >= steps}
@@ -211,7 +212,7 @@ def learns_alike(curves: dict[str, list[float]], steps: int) -> reports.Claim:
 
 
 def both_curves(curves: dict[str, list[float]], steps: int, *, width: int = 20, shown: int | None = None) -> str:
-    """One line a step, or for `shown` of them: each run's reward, and a bar of it."""
+    """Return one line a step, or for `shown` of them: each run's reward, and a bar of it."""
     lines = ["reward    " + "".join(f"{store:<{width + 8}}" for store in STORES).rstrip()]
     numbers = range(max(len(curve) for curve in curves.values()))
     for number in reports.some(numbers, shown, always=(steps - 1, steps)):

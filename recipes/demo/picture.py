@@ -27,7 +27,7 @@ def draw(
     kl_max: float = 1e-3,
     beside: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
-    """kl_max: the line that KL is to stay below. beside: rewards of other runs, step by step."""
+    """Draw the picture. kl_max: the line that KL should stay below. beside: rewards of other runs, step by step."""
     figure, (lanes, reward, kl) = plt.subplots(3, 1, figsize=(12, 8), height_ratios=[2, 1, 1], layout="constrained")
     _draw_lanes(lanes, events)
     numbers = [step.step for step in report.steps]

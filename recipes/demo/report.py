@@ -1,7 +1,7 @@
-"""What a run did, from its event log and the trainer's metrics, and whether it did what we claim.
+"""The report of a run, from its event log and the trainer's metrics, and whether it did what we claim.
 
-PURE but for `read_events` and `read_metrics`: events and metrics in, a Report out. Each claim names the rows that
-break it. A claim about something the log does not show fails: no evidence is not a pass.
+PURE but for `read_events` and `read_metrics`: events and metrics in, a Report out. Each claim names the rows that break
+it. A claim about something the log does not show fails: no evidence is not a pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DETAIL_MAX = 400  # characters of why a claim failed, in a summary
 
 @dataclass(frozen=True)
 class Trainer:
-    """How a framework counts, and what it calls things."""
+    """The way in which a framework counts, and its names for things."""
 
     reward: str
     kl: str
@@ -126,7 +126,8 @@ class Report:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """All processes' events by time. A last line cut off by a kill is left out; any other broken line is an error."""
+    """Return all processes' events by time. A last line cut off by a kill is dropped; any other broken line is an
+    error."""
     events = []
     for path in sorted(folder.glob("*.jsonl")):
         lines = path.read_text().split("\n")
@@ -135,7 +136,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """verl's file logger: one {"step": n, "data": {...}} a line."""
+    """Read verl's file logger: one {"step": n, "data": {...}} a line."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
@@ -154,7 +155,8 @@ def make_report(
     control_steps: int,
     trainer: Trainer = VERL,
 ) -> Report:
-    """replicas: how many should be there. steps: how many are trained with pulling on, control_steps: off after them.
+    """Make the report. replicas: how many should be there. steps: trained with pulling on, control_steps: off after
+    them.
 
     Step s publishes version s + trainer.first_version.
     """
@@ -327,7 +329,7 @@ def _control_diverges(report: Report, control_steps: int) -> Claim:
 
 
 def table(report: Report) -> str:
-    """For people. Seconds in milliseconds, bytes in MB (10^6)."""
+    """Format the report as text. Seconds in milliseconds, bytes in MB (10^6)."""
     head = ["version", "MB from trainer", "MB from peers", "publish wait"]
     for replica in report.replicas:
         head += [f"{replica} from", "pull", "pause", "kept/lost"]
@@ -359,7 +361,7 @@ def table(report: Report) -> str:
 
 
 def reward_curve(report: Report, width: int = 40) -> str:
-    """One bar a step, with the KL beside it."""
+    """Return one bar a step, with the KL next to it."""
     top = max((step.reward for step in report.steps), default=0.0) or 1.0
     lines = []
     for step in report.steps:
@@ -371,7 +373,7 @@ def reward_curve(report: Report, width: int = 40) -> str:
 
 
 def some(items: Sequence[int], count: int | None, *, always: Iterable[int] = ()) -> list[int]:
-    """About `count` of them, evenly, with the first, the last and those of `always` among them; None: all."""
+    """Return about `count` of them, evenly, with the first, the last and those of `always` among them; None: all."""
     if count is None or len(items) <= count:
         return list(items)
     evenly = {items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)}
@@ -379,7 +381,7 @@ def some(items: Sequence[int], count: int | None, *, always: Iterable[int] = ())
 
 
 def short_table(report: Report, count: int) -> str:
-    """For a terminal of 100 columns: about `count` versions, no requests, and what the numbers do not say."""
+    """Format for a terminal of 100 columns: about `count` versions, no requests, and what the numbers do not show."""
     head = ["version", "MB trainer", "MB peers", "publish"]
     for replica in report.replicas:
         head += [replica, "pull", "pause"]
@@ -408,7 +410,7 @@ def short_table(report: Report, count: int) -> str:
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
-    """The first row is the head, and gets a line below it."""
+    """Align the rows; the first one is the head, and gets a line below it."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "-" * len(lines[0]))
@@ -416,7 +418,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 def claims(report: Report, *, brief: bool = False) -> str:
-    """brief: a claim that holds is one line, and one that fails says why in a few."""
+    """Format the claims. brief: a claim that holds is one line, and one that fails gives the reason in a few."""
     lines = []
     for claim in report.claims:
         lines.append(f"{'ok  ' if claim.holds else 'FAIL'}  {claim.claim}")

@@ -91,7 +91,7 @@ def build(path: Path, requirements: Path) -> None:
 
 
 def how_to_get_torch(path: Path, torch: str) -> list[str]:
-    """pip's own choice when that is the CPU build, else from the index named to us, else with CUDA."""
+    """Return pip's options: its own choice if that is the CPU build, else the index named to us, else with CUDA."""
     dry_run = ["install", "--quiet", "--dry-run", "--no-deps", "--report", "-", torch]
     found = subprocess.run([python(path), *PIP, *dry_run], capture_output=True, text=True)
     version = ""
@@ -111,7 +111,7 @@ def how_to_get_torch(path: Path, torch: str) -> list[str]:
 
 
 def install_project(path: Path) -> None:
-    """The project itself, editable. Done again when pyproject.toml (entry points, version) has changed."""
+    """Install the project itself, editable. Repeated when pyproject.toml (entry points, version) has changed."""
     project = ROOT / "pyproject.toml"
     stamp = path / f".project-{digest(project.read_bytes(), str(ROOT).encode())}"
     if stamp.exists():

@@ -1,4 +1,4 @@
-"""What OpenRLHF's TensorBoard log says of every step: read_metrics(folder) -> [{"step": n, "data": {name: value}}]."""
+"""OpenRLHF's TensorBoard log of every step: read_metrics(folder) -> [{"step": n, "data": {name: value}}]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TRAIN = "train/"
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """folder: --logger.tensorboard_dir. Names are OpenRLHF's own, without "train/"."""
+    """Read the metrics. folder: --logger.tensorboard_dir. Names are OpenRLHF's own, without "train/"."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     rows: dict[int, dict[str, float]] = defaultdict(dict)

@@ -93,14 +93,14 @@ class Guest:
         self.show()
 
     def exit_code(self) -> int | None:
-        """Of the command; None when the guest did not get so far."""
+        """Return the command's exit code; None when the guest did not get that far."""
         try:
             return int((self.out / "exit").read_text())
         except (OSError, ValueError):
             return None
 
     def explain(self) -> str:
-        """The end of what the machine itself had to say."""
+        """Return the end of the machine's own output."""
         texts = [(self.out / name).read_text(errors="replace")[-1500:] for name in ("qemu.log", "serial")]
         return "\n".join(text for text in texts if text.strip())
 
@@ -156,7 +156,7 @@ def main() -> None:
 
 
 def run(machine: Path, cases: list[str], folder: Path, results: Path | None) -> int:
-    """Both guests; returns the first one's exit code."""
+    """Run both guests; return the first one's exit code."""
     wire = folder / "wire"
 
     def command(role: str, *arguments: str) -> list[str]:
@@ -206,7 +206,7 @@ def run(machine: Path, cases: list[str], folder: Path, results: Path | None) -> 
 
 
 def _frequency() -> str:
-    """The kernel argument that says how fast this processor's time stamps count."""
+    """Return the kernel argument that gives the rate of this processor's time stamp counter."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("cpu MHz"):
             return f"tsc_early_khz={int(float(line.split(':')[1]) * 1000)}"
@@ -214,7 +214,7 @@ def _frequency() -> str:
 
 
 def _die_with_us() -> None:
-    """No machine is left behind by a runner that was killed."""
+    """Have the machine killed with its runner, so that none is left behind."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def find_or_build() -> Path:
-    """The folder of a complete virtual machine. CannotBuild."""
+    """Return the folder of a complete virtual machine. Raise CannotBuild."""
     if platform.machine() != "x86_64" or sys.platform != "linux":
         raise CannotBuild(f"it is made for Linux on x86_64, this is {sys.platform} on {platform.machine()}")
     if sys.version_info[:2] != (3, 11):
@@ -132,7 +132,7 @@ def _build(folder: Path) -> None:
 
 
 def _kernel_package() -> str:
-    """The package that linux-image-amd64 stands for today."""
+    """Return the package that linux-image-amd64 stands for today."""
     for attempt in range(2):
         shown = subprocess.run(["apt-cache", "depends", KERNEL_PACKAGE], capture_output=True, text=True).stdout
         for line in shown.splitlines():
@@ -146,7 +146,7 @@ def _kernel_package() -> str:
 
 
 def _packages() -> list[str]:
-    """What QEMU and the tools need beyond what is installed, as apt-get would install it, and what the guest needs."""
+    """Return what QEMU and the tools need beyond what is installed, as apt-get plans it, and what the guest needs."""
     planned = subprocess.run(
         ["apt-get", "install", "--simulate", "--no-install-recommends", *WITH_DEPENDENCIES],
         capture_output=True,
@@ -161,7 +161,7 @@ def _packages() -> list[str]:
 
 
 def _initrd(sysroot: Path, modules: Path) -> bytes:
-    """A cpio archive: busybox, the modules for the 9p root with what they depend on, in order, and INIT."""
+    """Return a cpio archive: busybox, the modules for the 9p root with what they depend on, in order, and INIT."""
     needs: dict[str, list[str]] = {}
     for line in (modules / "modules.dep").read_text().splitlines():
         name, _, others = line.partition(":")
@@ -183,7 +183,7 @@ def _initrd(sysroot: Path, modules: Path) -> bytes:
 
 
 def _cpio(inode: int, name: str, mode: int, content: bytes) -> bytes:
-    """One member in the "newc" format, which the kernel unpacks."""
+    """Return one member in the "newc" format, which the kernel unpacks."""
     encoded = name.encode() + b"\0"
     fields = (inode, mode, 0, 0, 1, 0, len(content), 0, 0, 0, 0, len(encoded), 0)
     head = b"070701" + b"".join(b"%08X" % field for field in fields) + encoded

@@ -77,7 +77,7 @@ def play(folder: Path, size: str, framework: str) -> None:
 
 
 def tell(run: elastic.Run, wires: network.Network) -> None:
-    """The story."""
+    """Run the story."""
     run.begin()
     run.say(f"one replica serves in the east; the west joins over {WAN_MBIT} Mbit/s and {RTT_MS} ms")
     (run.folder / "join").touch()

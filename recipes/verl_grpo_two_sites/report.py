@@ -1,7 +1,7 @@
-"""What two sites did, and whether it is what we claim. PURE: events in, claims out.
+"""The report of two sites, and whether they did what we claim. PURE: events in, claims out.
 
-Events are those of core/run_log.py; `cut`, `mend` and `kill` are written by __main__.py. Who joins the run is in the
-west, who was there from the start in the east. A claim about something that the log does not show fails.
+Events are those of core/run_log.py; `cut`, `mend` and `kill` are written by __main__.py. Replicas that join the run are
+in the west, those there from the start in the east. A claim about something that the log does not show fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAUSE_MAX = 0.5  # of the time that the fetch took
 
 
 def claims_of(events: Sequence[Event], *, staleness_s: float) -> list[Claim]:
-    """events: by time."""
+    """Return the claims. events: by time."""
     joined = {replica_of(e["worker"]) for e in events if e["event"] == "member" and e["kind"] == "joined"}
     cut = next((e["t"] for e in events if e["event"] == "cut"), None)
     mend = next((e["t"] for e in events if e["event"] == "mend"), None)
@@ -42,7 +42,7 @@ def claims_of(events: Sequence[Event], *, staleness_s: float) -> list[Claim]:
 
 
 def seed_of(events: Sequence[Event]) -> str:
-    """Who of the west has read from the east last; "": nobody."""
+    """Return the western replica that has last read from the east; "": none."""
     west = {replica_of(e["worker"]) for e in events if e["event"] == "member" and e["kind"] == "joined"}
     return next((replica_of(e["worker"]) for e in reversed(events) if _is_from_afar(e, west)), "")
 
@@ -56,7 +56,7 @@ def _is_from_afar(event: Event, west: set[str]) -> bool:
 
 
 def _ready_at(events: Sequence[Event], joined: set[str]) -> float:
-    """When all of the west served for the first time."""
+    """Return when all of the west served for the first time."""
     first = {
         replica_of(e["worker"]): e["t"] for e in reversed(events) if e["event"] == "member" and e["state"] == "ready"
     }
@@ -64,7 +64,7 @@ def _ready_at(events: Sequence[Event], joined: set[str]) -> float:
 
 
 def _one_seed(events: Sequence[Event], west: set[str], since: float, until: float | None) -> Claim:
-    """In quiet times: from when all serve to the cut."""
+    """Check quiet times: from when all serve to the cut."""
     fetched: dict[int, dict[str, Event]] = defaultdict(dict)
     for event in events:
         name = replica_of(event["worker"])
@@ -80,7 +80,7 @@ def _one_seed(events: Sequence[Event], west: set[str], since: float, until: floa
 
 
 def _beside(events: Sequence[Event], west: set[str]) -> Claim:
-    """Of those who read from afar or from a peer: the pause against the fetch."""
+    """Compare the pause with the fetch, of those that read from afar or from a peer."""
     fetch = {(replica_of(e["worker"]), e["version"]): e["seconds"] for e in events if e["event"] == "fetch"}
     pairs = [
         (e["seconds"], fetch[replica_of(e["worker"]), e["version"]])

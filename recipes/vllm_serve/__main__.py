@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def answer(url: str) -> str | None:
-    """Greedy; None while the server is not up."""
+    """Return the greedy answer; None while the server is not up."""
     request = {"model": "actor", "prompt": "1 + 1 = ", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     try:
         headers = {"Content-Type": "application/json"}
@@ -100,7 +100,7 @@ def answer(url: str) -> str | None:
 
 
 def holders(hub: str, version: int) -> list[str]:
-    """The engines that serve this version in their own layout."""
+    """Return the engines that serve this version in their own layout."""
     models = fetch_status(hub)["models"]
     found = [v["layouts"] for model in models for v in model["versions"] if v["version"] == version]
     return sorted(
@@ -120,7 +120,7 @@ def until(condition: Callable[[], Any], what: str, *alive: subprocess.Popen[byte
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """With all that it has started."""
+    """Stop the process with everything that it has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -130,7 +130,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def environment_for(out: Path) -> dict[str, str]:
-    """vLLM's CPU build wants a few things told, see recipes/cpu."""
+    """Return the environment with the settings that vLLM's CPU build needs, see recipes/cpu."""
     stand_ins = [sys.executable, "recipes/cpu/make_stand_ins.py", str(out / "stand_ins")]
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     made = subprocess.run(stand_ins, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT).stdout

@@ -50,7 +50,7 @@ def main() -> None:
             optimizer.step()
             store.send_weights()
             print(f"step {step}: sampled from {server}, reward {rewards.mean():.3f}", flush=True)
-        for server in options.servers:  # whoever joins late shall find the last version
+        for server in options.servers:  # late servers must find the last version
             http.get(f"{server}/health", timeout=300)
     store.shutdown()
 

@@ -26,7 +26,7 @@ Broken = Callable[[], AbstractContextManager[object]]
 
 
 def answers(owner: object, name: str, answer: object) -> AbstractContextManager[object]:
-    """It always says the same."""
+    """Patch this method to give always the same answer."""
     return mock.patch.object(owner, name, lambda *_, **__: answer)
 
 

@@ -10,7 +10,7 @@ from tensorhub_plugins.core.types import ShardKey
 
 
 class ForgetsToWithdraw(Shelf[Any]):
-    """Takes a shard off the shelf, and leaves the readers at its memory."""
+    """A shelf that removes a shard, and leaves the readers at its memory."""
 
     def _remove(self, keys: Iterable[ShardKey]) -> list[Effect[Any]]:
         super()._remove(keys)
@@ -24,7 +24,7 @@ class OffersWhatHasNotArrived(Shelf[Any]):
 
 
 class LeavesWhatIsGivenUp(Shelf[Any]):
-    """Goes on offering what the hub was told is given up."""
+    """A shelf that goes on offering what was reported to the hub as abandoned."""
 
     def unpublished(self, ticket: Ticket, *, keep: bool) -> list[Effect[Any]]:
         return super().unpublished(ticket, keep=True)
@@ -41,7 +41,7 @@ class ServesRetainedFromTheOldMemory(Shelf[Any]):
 
 
 class ForgetsToRetract(Shelf[Any]):
-    """Drops what will never be whole, and does not tell the hub."""
+    """A shelf that drops what will never be whole, and does not notify the hub."""
 
     def drop(self, read: int, *, restarts_after: int | None) -> list[Effect[Any]]:
         return [
@@ -67,7 +67,7 @@ class ExpectsNothing(Shelf[Any]):
 
 
 class ForgetsToRetainElsewhere(Shelf[Any]):
-    """Goes on serving what it is to retain from memory that its owner uses again."""
+    """A shelf that goes on serving what it should retain from memory that its owner reuses."""
 
     def unpublished(self, ticket: Ticket, *, keep: bool) -> list[Effect[Any]]:
         return [effect for effect in super().unpublished(ticket, keep=keep) if not isinstance(effect, Retain)]

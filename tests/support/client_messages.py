@@ -1,4 +1,4 @@
-"""What clients may send, and what they should not: about few versions and sessions, that have to do with others."""
+"""Messages that clients may send, and some that they should not: about few versions and sessions, which interact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hello(replica: str, request_id: int = 1) -> m.Hello:
 
 
 def client_messages(rng: random.Random) -> list[m.ClientMessage]:
-    """One of each, about few versions and shards, so that they have to do with each other."""
+    """Return one of each, about few versions and shards, so that they interact."""
     number, key = rng.randrange(1, 60), rng.choice(KEYS)
     version = rng.choice((0, 1, 2, 3))
     return [
@@ -51,7 +51,7 @@ def client_messages(rng: random.Random) -> list[m.ClientMessage]:
 
 
 def hostile_messages(rng: random.Random, others: list[bytes]) -> list[m.ClientMessage]:
-    """Those, and some that are meant to harm: large numbers, other workers' sessions, names and requests."""
+    """Return those, and some that are meant to harm: large numbers, other workers' sessions, names and requests."""
     number, key, other = rng.randrange(1, 60), rng.choice(KEYS), rng.choice(others)
     far = rng.choice((9, 1_000_002, 1 << 47, 1 << 48))
     held = m.Holding(

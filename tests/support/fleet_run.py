@@ -27,7 +27,7 @@ DEADLINE_S = 90.0
 
 
 class Engine:
-    """Answers a prompt after the time that it names. One that is aborted gives back what it has."""
+    """An engine that answers a prompt after the time that it names. An aborted one returns what it has."""
 
     def __init__(self) -> None:
         self.version, self.is_aborted = 1, asyncio.Event()
@@ -50,7 +50,7 @@ class Engine:
 
 
 class Launcher:
-    """Fails to start as often as its file says."""
+    """A launcher that fails to start as often as its file says."""
 
     def __init__(self, failures: str) -> None:
         self.failures = failures
@@ -92,7 +92,7 @@ def engine(name: str, **options: Any) -> Any:
 
 
 class Dispatcher:
-    """What a framework's router does: heartbeats, reports, and requests that outlive their engine."""
+    """The work of a framework's router: heartbeats, reports, and requests that outlive their engine."""
 
     def __init__(self, firsts: dict[str, Any]) -> None:
         self.handles = dict(firsts)
@@ -151,7 +151,7 @@ class Dispatcher:
         self.draining = {name for name, entry in roster.items() if entry.draining}
 
     async def ask(self, prompt: int, seconds: float) -> str:
-        """Who has answered."""
+        """Return the engine that has answered."""
         self.waiting += 1
         while True:
             free = [
@@ -207,7 +207,7 @@ class Run:
         return {}
 
     def until(self, **wanted: str) -> None:
-        """Waits until the members are exactly these, in these states (names with _ for -)."""
+        """Wait until the members are exactly these, in these states (names with _ for -)."""
         expected = {name.replace("_", "-"): state for name, state in wanted.items()}
         wait(lambda: self.states() == expected, lambda: f"{self.states()} instead of {expected}: {self.fleet.list()}")
 
@@ -230,7 +230,7 @@ def pid_of(actor: Any) -> int:
 
 
 def command(*arguments: str) -> tuple[int, str]:
-    """`tensorhub fleet ...` in a process of its own."""
+    """Run `tensorhub fleet ...` in a process of its own."""
     call = [sys.executable, "-m", "tensorhub_plugins.core.cli", "fleet", *arguments]
     done = subprocess.run(call, capture_output=True, text=True, timeout=DEADLINE_S)
     return done.returncode, done.stdout + done.stderr

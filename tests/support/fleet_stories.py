@@ -16,7 +16,7 @@ def seen(name: str, node: str = "a", **more: Any) -> Seen:
 
 
 def fleet(*events: Event, **options: Any) -> FleetState:
-    """Two replicas from the start, on node a, at time 0; room for three more."""
+    """Make two replicas from the start, on node a, at time 0, with capacity for three more."""
     state = FleetState(**options)
     state.handle(Cluster(NODES, 3), 0.0)
     state.handle(Reported((seen("rollout-0"), seen("rollout-1"))), 0.0)
@@ -26,7 +26,7 @@ def fleet(*events: Event, **options: Any) -> FleetState:
 
 
 def deeds(effects: list[Effect]) -> list[Effect]:
-    """Without what is told to people and the log."""
+    """Return the effects without reports to operators and the log."""
     return [effect for effect in effects if not isinstance(effect, (Changed, Targeted, Say))]
 
 

@@ -1,4 +1,4 @@
-"""What is around a FleetState, played: Ray's nodes, the starter, the dispatcher and people.
+"""The environment of a FleetState, simulated: Ray's nodes, the starter, the dispatcher and operators.
 
 After every step the rules of a fleet are checked against what this world knows by itself.
 """
@@ -57,7 +57,7 @@ Step = tuple[str, int]
 
 @dataclass
 class Replica:
-    """What really runs, or did."""
+    """A replica as it really runs, or did."""
 
     node: str
     ready: bool = False
@@ -206,7 +206,7 @@ class World:
                 pass
 
     def report(self) -> None:
-        """The dispatcher's second: report, then apply the roster."""
+        """Play the dispatcher's second: report, then apply the roster."""
         for name, replica in self.dispatcher.items():
             is_joining = self.states.get(name) == "starting" and name.startswith("rollout") and name in self.owed
             is_misplaced = replica.node in self.avoided and not (replica.ready and not replica.lost)
@@ -229,9 +229,9 @@ class World:
             self.dispatcher[name].draining = entry.draining
 
     def restart_fleet(self) -> None:
-        """Its process is killed, and comes back with what it had saved."""
+        """Kill its process, and restart it with its saved state."""
         self.state = pickle.loads(pickle.dumps(self.state))
-        # Nobody heard how these ended; the starter knows, and is asked again.
+        # Their outcome was not received; the starter knows it, and is asked again.
         launching, self.launching = self.launching, {}
         self.stopping = set()
         for effect in self.state.resume(self.now):
@@ -268,7 +268,7 @@ class World:
         self.check()
 
     def own(self) -> list[str]:
-        """Those that count for the target: not one that leaves when others are ready."""
+        """Return those that count for the target: not one that leaves when others are ready."""
         leaving = {name for name, member in self.state.members.items() if member.leaves_within_s is not None}
         return [name for name, state in self.states.items() if _counts(name, state) and name not in leaving]
 
@@ -317,7 +317,7 @@ class World:
         assert is_draining and (is_empty or has_had_its_time) or is_lost, f"{name} had requests"
 
     def check(self) -> None:
-        """What holds at any time."""
+        """Check the invariants."""
         state = self.state
         listed = {name for name, member in state.members.items() if member.kind != "first"}
         assert self.owed - {n for n in self.owed if n in state.members} == set(), "lost sight of what was started"
@@ -334,8 +334,8 @@ class World:
         assert view.minimum <= view.target <= view.maximum and len(view.members) == len(state.members)
 
     def settle(self) -> None:
-        """From now on everything works: the fleet becomes what it shall be."""
-        self.nodes = {*NODES, "d"}  # nobody has drained that one
+        """Let everything succeed from now on: the fleet reaches its target."""
+        self.nodes = {*NODES, "d"}  # that one was never drained
         for _ in range(60):
             for name in sorted(self.launching):
                 self._has_started(name, 0)

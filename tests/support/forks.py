@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def forked() -> Iterator[None]:
-    """It is there, and does nothing until the block ends."""
+    """Fork a child that does nothing until the block ends."""
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""Somebody at the hub's port who speaks for itself: a bare socket, without a client's session behind it."""
+"""A peer at the hub's port that speaks for itself: a bare socket, without a client's session behind it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_MS = 20_000
 def peer(
     address: str, keys: Keys | None = None, session: bytes | None = None, **options: int
 ) -> Iterator[zmq.Socket[bytes]]:
-    """session: None for a new one. options: of the socket, over these."""
+    """Yield a bare socket. session: None for a new one. options: of the socket, over these."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     for name, value in {"LINGER": 0, "RCVTIMEO": TIMEOUT_MS, "SNDTIMEO": TIMEOUT_MS, **options}.items():
@@ -35,6 +35,6 @@ def peer(
 
 
 def ask(socket: zmq.Socket[bytes], message: m.ClientMessage) -> m.HubMessage:
-    """The next that the hub says, after this."""
+    """Send this, and return the hub's next message."""
     socket.send(m.encode(message))
     return m.decode_from_hub(socket.recv())

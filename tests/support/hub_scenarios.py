@@ -1,4 +1,4 @@
-"""A hub and its workers as a story: what workers say, what it answers. Its state is validated after every event."""
+"""A hub and its workers as a story: what workers send, what it answers. Its state is validated after every event."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Scenario:
     silent: tuple[str, ...] = ()
 
     def beat(self, worker: str, **heartbeat: object) -> None:
-        """A heartbeat of one that agrees with the hub on all that it holds and reads."""
+        """Send a heartbeat that agrees with the hub on everything that the worker holds and reads."""
         leases = {number: len(x.sources) for number, x in self.hub.workers[self.sessions[worker]].leases.items()}
         self.tell(worker, m.Heartbeat(self.hub.session, self.requests.get(worker, 0), leases=leases, **heartbeat))
 
@@ -75,7 +75,7 @@ class Scenario:
         return self.say(worker, m.Unpublish, keys=(key,), timeout_s=timeout_s)
 
     def heard(self, worker: str) -> list[str]:
-        """What this worker was told since the last time, as text."""
+        """Return what this worker has received since the last call, as text."""
         return [_text(message) for message in self.inbox.pop(worker, []) if not isinstance(message, m.Welcome | m.Done)]
 
     def _deliver(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""The transport "memory": within one process, a copy from slab to slab. Importing this makes it known by its name."""
+"""The transport "memory": within one process, a copy from slab to slab. Importing this registers it by its name."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _lock = threading.Lock()
 
 
 class MemoryTransport:
-    """Endpoints are names in a table of this process."""
+    """A transport whose endpoints are names in a table of this process."""
 
     name = "memory"
 
     def __init__(self, gate: Gate | None = None, limits: object = None) -> None:
-        """gate: hears which leases are read under; who is in this process is let in without one."""
+        """Make a transport. gate: learns which leases are read under; it is not asked to admit readers."""
         self._gate = gate
         self._endpoint: str | None = None
         self._shelf: Shelf | None = None
@@ -78,7 +78,7 @@ class MemoryTransport:
 
 
 class MemoryLink:
-    """Reads another slab of this process directly."""
+    """A link that reads another slab of this process directly."""
 
     def __init__(self, endpoint: str, shelf: Shelf, gate: Gate | None = None) -> None:
         self._endpoint = endpoint
@@ -91,7 +91,7 @@ class MemoryLink:
         self._copying = False
         self._closed = False
         self.digests = True
-        self.ticket: Ticket | None = None  # who is in this process is no stranger
+        self.ticket: Ticket | None = None  # a reader in this process is no stranger
         self.borrows = False
         self.progress = LinkProgress()
 
@@ -142,7 +142,7 @@ class MemoryLink:
                 self.close()
 
     def take_loan(self) -> None:
-        return None  # its memory would be written to by whoever has it here
+        return None  # other users in this process could write to its memory
 
     def digest(self, segment: int) -> bytes:
         if self._plan is None:
@@ -159,7 +159,7 @@ class MemoryLink:
         self._release()
 
     def _cut(self) -> None:
-        """The source withdraws: end at once, or with the copy under way."""
+        """End the link at once, or with the copy under way: the source withdraws."""
         with self._guard:
             self._closed = True
             copying = self._copying
@@ -177,7 +177,7 @@ class MemoryLink:
 
 
 class _InprocStream:
-    """Segments of a slab of this process: announced by the offer, copied by the thread that reads."""
+    """The segments of a slab of this process: announced by the offer, copied by the thread that reads."""
 
     window = batch = 1
 

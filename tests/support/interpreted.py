@@ -15,7 +15,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def run_by_triton(file: str) -> None:
-    """All tests of this file, once more, with Triton's interpreter in torch's place."""
+    """Run all tests of this file again, with Triton's interpreter in torch's place."""
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     ran = subprocess.run(
@@ -25,7 +25,7 @@ def run_by_triton(file: str) -> None:
 
 
 def was_triton() -> bool:
-    """Whether anything was computed by it."""
+    """Return whether Triton computed anything."""
     return "tensorhub_plugins.core.kernels.by_triton" in sys.modules
 
 

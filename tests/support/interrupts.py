@@ -1,4 +1,4 @@
-"""Interrupts at a chosen line of core, of the calling thread or of the one that carries its call out: no luck."""
+"""Interrupts at a chosen line of core, of the calling thread or of the one that carries its call out: deterministic."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Where = Literal["caller", "call"]
 
 
 class Interrupt:
-    """KeyboardInterrupt in the calling thread at the `at`-th line (None: never) that core runs in it, or in the thread
-    of its call, which then stands still until it has been heard of."""
+    """A KeyboardInterrupt in the calling thread at the `at`-th line (None: never) that core runs in it, or in the
+    thread of its call, which then waits until the interrupt has been delivered."""
 
     def __init__(self, where: Where, at: int | None) -> None:
         self.where, self.at = where, at
@@ -33,7 +33,7 @@ class Interrupt:
         return self.at is not None and self.lines >= self.at
 
     def during(self, action: Callable[[], Any]) -> Any:
-        """What it returns; None if it was interrupted."""
+        """Return the action's result; None if it was interrupted."""
         self._caller = threading.get_ident()
         run = calls._Call._run
 

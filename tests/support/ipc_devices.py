@@ -15,7 +15,7 @@ _numbers = itertools.count()
 
 
 def simulation() -> SharedSimulation:
-    """This process's, which begins with the first call."""
+    """Return this process's simulation, made by the first call."""
     if not _simulations:
         _begin()
     return _simulations[-1]
@@ -28,7 +28,7 @@ def _begin():
 
 @contextlib.contextmanager
 def simulated():
-    """The devices of this process, which end with the block."""
+    """Yield the devices of this process, which end with the block."""
     _begin()
     try:
         yield simulation()
@@ -37,12 +37,12 @@ def simulated():
 
 
 def apart():
-    """A transport that counts as a process of its own: it opens what others here have."""
+    """Return a transport that counts as a process of its own: it opens the memory of others here."""
     return CudaIpcTransport(ipc=SimulatedIpc(simulation(), f"{os.getpid()}-{next(_numbers)}"))
 
 
 def together():
-    """A transport of this process: what is here is not opened."""
+    """Return a transport of this process: memory of this process is not opened."""
     return CudaIpcTransport(ipc=SimulatedIpc(simulation()))
 
 

@@ -1,4 +1,4 @@
-"""Messages as a stranger sends them: right ones in which something was changed, by value or by byte."""
+"""Messages as a stranger might send them: valid ones with something changed, by value or by byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BYTES_MAX = 1 << 17  # of what one mutation makes
 
 
 def mutated(rng: random.Random, body: bytes) -> bytes:
-    """A msgpack message with one to three changes."""
+    """Return a msgpack message with one to three changes."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         if rng.random() < 0.7:
             try:
@@ -33,7 +33,7 @@ def mutated(rng: random.Random, body: bytes) -> bytes:
 
 
 def changed_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Some bytes flipped, replaced, cut out, said twice, or added."""
+    """Return the data with some bytes flipped, replaced, removed, repeated, or added."""
     changed = bytearray(data or b"\x00")
     at = rng.randrange(len(changed))
     length = rng.choice((1, 1, 2, 4, 8, 64))
@@ -56,7 +56,7 @@ def changed_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def _changed(rng: random.Random, value: Any) -> Any:
-    """A copy of this value with something in it replaced."""
+    """Return a copy of this value with something in it replaced."""
     if isinstance(value, list) and value and rng.random() < 0.85:
         copy = list(value)
         at, what = rng.randrange(len(copy)), rng.random()

@@ -22,14 +22,14 @@ from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline
 
 
 class Ref:
-    """What .remote() returns. answer: a value, an error to raise, or None: not there yet."""
+    """The result of .remote(). answer: a value, an error to raise, or None: not there yet."""
 
     def __init__(self, answer: Any = None) -> None:
         self.answer = answer
 
 
 class FakeRay:
-    """ray.wait, ray.get and ray.kill over `Ref`s. Time passes when nothing is ready."""
+    """A fake of ray.wait, ray.get and ray.kill over `Ref`s. Time passes when nothing is ready."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -63,7 +63,7 @@ class FakeRay:
 
 
 class FakeEngine:
-    """Answers at once, unless told otherwise."""
+    """An engine that answers at once, unless told otherwise."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
@@ -147,7 +147,7 @@ class FakeProgress:
 
 
 def play_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    """In the place of Ray, the hub and the fleet."""
+    """Replace Ray, the hub and the fleet."""
     fake = FakeRay()
     monkeypatch.setattr(health, "ray", fake)
     monkeypatch.setattr(routing, "ray", fake)
@@ -206,8 +206,8 @@ EVERY_PROMPT = sorted(2 * [f"p{i}" for i in range(6)])
 
 
 class FakeLLM:
-    """vLLM's AsyncLLM and its core: answers when told to, and takes every version at once, when each request has had
-    one token of the version before."""
+    """A fake of vLLM's AsyncLLM and its core: it answers when told to, and accepts every version at once, when each
+    request has had one token of the version before."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -267,7 +267,7 @@ def completion(reason: str, tokens: list[int]) -> SimpleNamespace:
 
 
 def make_engine(executor: Any, *, is_partial: bool, llm: Any = None) -> Any:
-    """An engine whose __init__, which needs vLLM, is left out."""
+    """Make an engine without its __init__, which needs vLLM."""
     one = engine.TensorHubEngine.__new__(engine.TensorHubEngine)
     one.llm, one.worker, one._mm_pad_token_ids = llm or FakeLLM(), "rollout-0/0", None
     one.llm.generate = engine.named(one.llm.generate)

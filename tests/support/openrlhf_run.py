@@ -70,7 +70,7 @@ class Run:
         return [event for event in read_events(folder) if event["event"] == name] if folder.exists() else []
 
     def wait_for(self, condition: Any) -> Any:
-        """What `condition` says as soon as it says something."""
+        """Return the first truthy result of `condition`."""
         deadline = time.monotonic() + RUN_TIMEOUT_S
         while time.monotonic() < deadline:
             found = condition()
@@ -84,7 +84,7 @@ class Run:
         return [row["data"] for row in read_metrics(self.folder / "tensorboard")]
 
     def check_digests(self) -> set[int]:
-        """All who have held the same have held the same bytes. The versions compared with the trainer's."""
+        """Check that equal versions had equal bytes everywhere; return the versions compared with the trainer's."""
         digests: dict[tuple[int, str, str], dict[str, str]] = defaultdict(dict)
         for event in self.events("digests"):
             for key, value in event["digests"].items():
@@ -95,7 +95,7 @@ class Run:
         return {version for (version, _, _), held in replicas.items() if "trainer" in held and len(held) > 1}
 
     def check_answered_once(self, prompts: int, samples: int) -> None:
-        """Of every whole batch every prompt, so often; of the last one, which may have been broken off, none twice."""
+        """Check that every prompt of every whole batch was answered so often, and none twice of the last batch."""
         answered = Counter(event["number"] for event in self.events("prompt"))
         assert set(answered.values()) == {1} and {event["samples"] for event in self.events("prompt")} == {samples}
         whole = max(answered) // prompts

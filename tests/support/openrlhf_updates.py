@@ -33,7 +33,7 @@ MODES = ("sync", "async", "partial")
 
 
 class Threads:
-    """Ray over threads: what it is asked for are futures."""
+    """A Ray over threads, whose references are futures."""
 
     def wait(self, refs: Sequence[Future[Any]], num_returns: int = 1, timeout: float | None = None) -> Any:
         when = futures.FIRST_COMPLETED if num_returns == 1 else futures.ALL_COMPLETED
@@ -41,7 +41,7 @@ class Threads:
         return [ref for ref in refs if ref in done], [ref for ref in refs if ref not in done]
 
     def get(self, refs: Any, timeout: float | None = None) -> Any:
-        """Of several, the first that fails ends it, as with Ray."""
+        """Return the results; the first failure of several ends it, as with Ray."""
         if isinstance(refs, list):
             asked = [ref for ref in refs if isinstance(ref, Future)]
             for ended in futures.wait(asked, None, futures.FIRST_EXCEPTION)[0]:
@@ -60,7 +60,7 @@ class Threads:
 
 
 class Handle:
-    """An actor's."""
+    """An actor's handle."""
 
     def __init__(self, actor: Any, submit: Callable[..., Future[Any]]) -> None:
         self._actor, self._submit = actor, submit
@@ -85,7 +85,7 @@ def play_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Store(FakeLLM):
-    """vLLM with one worker, whose weights are a number: how many steps they were trained. refuses: versions."""
+    """A vLLM with one worker, whose weights are a number: how many steps they were trained. refuses: versions."""
 
     def __init__(self, address: str, name: str, refuses: Callable[[int], bool]) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Store(FakeLLM):
 
 
 class OneTurn:
-    """The reward of an answer is how many steps the weights were trained that gave it."""
+    """An agent whose reward is how many steps the answer's weights were trained."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -193,7 +193,7 @@ class Engine:
 
 
 class Prompts(list):  # type: ignore[type-arg]
-    """OpenRLHF's data loader."""
+    """A stand-in for OpenRLHF's data loader."""
 
     def state_dict(self) -> dict[str, int]:
         return {"batches": len(self) // PROMPTS}
@@ -206,8 +206,8 @@ def prompts_of(batches: int) -> Prompts:
 
 
 class Policy:
-    """The one rank of the policy, in the place of a group of actors. Its weights are how many steps it was trained, and
-    the mark of its life, a fraction. wait: before it trains."""
+    """The one rank of the policy, in place of a group of actors. Its weights are how many steps it was trained, and the
+    mark of its incarnation, a fraction. wait: before it trains."""
 
     def __init__(self, address: str, disk: dict[str, Any], mark: float, wait: Callable[[], None]) -> None:
         self.trained, self.disk, self.mark, self.wait = 0, disk, mark, wait
@@ -242,7 +242,7 @@ class Policy:
 
 
 class Log:
-    """In the place of tensorboard."""
+    """A stand-in for tensorboard."""
 
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, Any]] = {}
@@ -258,10 +258,10 @@ class Log:
 
 
 class Life:
-    """One life of a run in this mode, from its start to its end. disk: of its checkpoints.
+    """One incarnation of a run in this mode, from its start to its end. disk: its checkpoints.
 
-    What is trained, generated and pulled beside each other goes in step, so that each batch is of known weights: a
-    batch is trained, and so published, when the next one is generated, and an update is over when all engines have it.
+    Training, generating and pulling proceed in lockstep, so that each batch is of known weights: a batch is trained,
+    and so published, when the next one is generated, and an update is over when all engines have it.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class Life:
         self.controller.broadcast_to_vllm = self._update
 
     def _update(self) -> None:
-        """OpenRLHF's, as often as it is repeated here."""
+        """Run OpenRLHF's update, as often as it is repeated here."""
         for _ in range(self.updates):
             self.update()
         for one in self.engines:
@@ -356,7 +356,7 @@ class Life:
         return samples
 
     def run(self) -> None:
-        """OpenRLHF's own `fit`, to its end. What ends it in another way is raised within TIMEOUT_S."""
+        """Run OpenRLHF's own `fit` to its end. Any other end is raised within TIMEOUT_S."""
         fit = self.controller.fit if self.mode == "sync" else self._fit_beside_each_other
         self.threads.submit(fit).result(TIMEOUT_S)
 
@@ -391,7 +391,7 @@ class Life:
         both.fit()
 
     def close(self) -> None:
-        self.queue.put("done")  # for a trainer that nobody generates for any more
+        self.queue.put("done")  # for a trainer without generators
         self.threads.shutdown()
         self.policy.rank._publisher.close()
         self.generator._client.close()

@@ -31,14 +31,14 @@ _loaded: list[str] = []
 
 
 def missing(device: str) -> str | None:
-    """Why there is no such device here."""
+    """Return why there is no such device here, or None."""
     if device == "openreg":
         return None if find_spec("torch_openreg") else "torch_openreg is not installed: torch's sources have it"
     return None if _compiler() else "no C++ compiler"
 
 
 def build() -> Path:
-    """The library with the device, compiled now or before. Processes that come at the same time wait for one."""
+    """Build the library with the device, or find it. Concurrent processes wait for one build."""
     compiler = _compiler()
     assert compiler is not None
     known = f"{torch.__version__} {torch.compiled_with_cxx11_abi()} {compiler}".encode() + SOURCE.read_bytes()
@@ -55,7 +55,7 @@ def build() -> Path:
 
 
 def take(device: str) -> str:
-    """This process has the device from now on; its name, as torch takes it."""
+    """Give this process the device from now on; return its name, as torch takes it."""
     if not _loaded:
         if device == "openreg":
             __import__("torch_openreg")
@@ -69,7 +69,7 @@ def take(device: str) -> str:
 
 
 def adopt(tensors: dict[str, torch.Tensor]) -> Slab:
-    """A slab of our device's whose bytes are those of these host tensors, so that tests see what comes to them."""
+    """Make a slab of our device whose bytes are those of these host tensors, so that tests see what arrives in them."""
     take("protected")
     over = torch.ops.protected_device.over
     return Slab.adopt({name: shaped_as(each, over(flat_bytes(each))) for name, each in tensors.items()})

@@ -1,5 +1,5 @@
-"""The store on tensors of a device whose addresses nobody may touch. Run by test_protected_device.py, in a process of
-its own: a pointer that is used as one of the host ends that process.
+"""The store on tensors of a device with protected addresses. Run by test_protected_device.py, in a process of its own:
+a pointer that is used as one of the host ends that process.
 
 Everything is real: clients, hub, transports, and torch's own dispatch of a device that it does not know.
 """
@@ -44,12 +44,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 
 def there(tensors, device=DEVICE):
-    """The same on the device, with their strides: as bytes, as torch does not copy every dtype."""
+    """Return copies on the device, with their strides: as bytes, as torch does not copy every dtype."""
     return {name: shaped_as(each, flat_bytes(each).to(device)) for name, each in tensors.items()}
 
 
 def assert_same(found, expected):
-    """Names, dtypes, shapes and every byte, wherever they lie; copied by torch alone."""
+    """Check names, dtypes, shapes and every byte, wherever they are; copied by torch alone."""
     assert sorted(found) == sorted(expected)
     for name, tensor in expected.items():
         got = found[name]
@@ -137,7 +137,7 @@ def test_ranks_publish_their_parts(stage, in_background):
 
 @pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
 def test_live_tensors_are_read_into_and_served_on(stage, transport):
-    """install="direct": from the host to a device, and from that device to another one."""
+    """Test install="direct": from the host to a device, and from that device to another one."""
     trainer, rollout, third = (stage.client(name, transports=(transport,)) for name in ("trainer", "one", "two"))
     trainer.retain(0)
     weights = sample_tensors(1)
@@ -163,7 +163,7 @@ def test_damaged_live_tensors_are_repaired(stage):
 
 
 def test_what_was_fetched_is_copied_over_live_tensors(stage):
-    """install="staged"."""
+    """Test install="staged"."""
     trainer, rollout = stage.client("trainer"), stage.client("rollout")
     weights = sample_tensors(1)
     trainer.publish(1, there(weights))
@@ -174,7 +174,7 @@ def test_what_was_fetched_is_copied_over_live_tensors(stage):
 
 
 def test_an_engines_model_takes_what_was_fetched(stage):
-    """The same by the adapter's own hands, for whatever a model keeps its weights in."""
+    """Test the same with the adapter's own code, for every place where a model keeps weights."""
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(7, 5), "b": torch.nn.Linear(7, 5), "c": torch.nn.BatchNorm1d(3)})
     model.to(DEVICE)
     model["b"].weight = model["a"].weight
@@ -203,7 +203,7 @@ def test_another_process_reads_what_lies_on_the_device(stage, transport):
     "make, processes", [(MemoryTransport, False), (TcpTransport, True), (ShmTransport, True), (RdmaTransport, False)]
 )
 def test_transports_conform_between_such_devices(make, processes):
-    """Also between two processes that each have one, one of which is killed or frozen."""
+    """Test also two processes that each have a device, one of which is killed or frozen."""
     with rdma_fakes.installed():
         options = {"slabs": "adopted", "adopt": protected.adopt, "adopt_in_peers": protected.adopt}
         report = check_transport(make, processes=processes, patience_s=60.0, **options)
@@ -224,7 +224,7 @@ def test_the_same_tensors_are_adopted_once():
 
 @needs_ours
 def test_memory_that_was_taken_away_is_damaged(stage):
-    """As FSDP does with what it has gathered."""
+    """Resize the storage, as FSDP does with what it has gathered."""
     trainer = stage.client("trainer")
     weights = there({"w": torch.ones(1000)})
     trainer.publish(1, weights, copy=False)
@@ -242,7 +242,7 @@ def test_two_devices_are_not_one_shard():
 
 
 def test_cuda_ipc_refuses_it_before_cuda_is_asked():
-    """Its index means another device to CUDA."""
+    """Test that it is refused: its index means another device to CUDA."""
     with Slab.adopt(there({"w": torch.ones(10)})) as slab:
         exports = Exports(CudaIpc("no-such-library.so"))
         with pytest.raises(NotShareable, match=f"{DEVICE}:0 is no CUDA device"):
@@ -250,7 +250,7 @@ def test_cuda_ipc_refuses_it_before_cuda_is_asked():
 
 
 class Card:
-    """Registers what the kernel can read, as it must to pin it."""
+    """A card that registers what the kernel can read, as it must to pin it."""
 
     def register(self, address, size_bytes):
         end, begin = os.pipe()
@@ -266,7 +266,7 @@ class Card:
 
 
 def test_rdma_registers_none_of_it():
-    """The control: the same bytes on the host are."""
+    """Test that it is refused. The control: the same bytes on the host are registered."""
     nic = object.__new__(Nic)
     nic.port, nic.card, nic.acquire, nic.release = rdma_fakes.PORT, Card(), lambda: None, lambda: None
     weights = {"w": torch.ones(100)}
@@ -290,7 +290,7 @@ def waits(request, monkeypatch):
 @needs_ours
 @pytest.mark.parametrize("way", ["copy", "in place", "publisher"])
 def test_a_publish_waits_for_what_the_device_still_writes(stage, way, waits):
-    """The control: without a wait the old bytes are published."""
+    """Test the wait. The control: without it the old bytes are published."""
     trainer = stage.client("trainer")
     weights = there({"w": torch.zeros(100, dtype=torch.uint8)})
     torch.ops.protected_device.later(weights["w"], 7)
@@ -308,7 +308,7 @@ def test_a_publish_waits_for_what_the_device_still_writes(stage, way, waits):
 @needs_ours
 @pytest.mark.parametrize("way", ["copy", "in place", "publisher"])
 def test_a_publish_waits_for_host_memory_that_the_device_still_writes(stage, way, waits):
-    """The same, of a queued copy into memory of the host."""
+    """Test the same for a queued copy into host memory."""
     trainer = stage.client("trainer")
     weights = {"w": torch.zeros(100, dtype=torch.uint8)}
     torch.ops.protected_device.later(weights["w"], 7)

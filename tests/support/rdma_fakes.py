@@ -53,7 +53,8 @@ class Region:
 
 
 class Nic:
-    """register_size_bytes_max: what is left of the locked-memory limit; None: no limit. No device's memory is taken."""
+    """A card. register_size_bytes_max: what is left of the locked-memory limit; None: unlimited. It takes no device
+    memory."""
 
     def __init__(self, port: Port, register_size_bytes_max: int | None = None) -> None:
         self.port = port
@@ -163,7 +164,7 @@ PORT = Port("fake0", 1, "Ethernet", 1, "0000:0000:0000:0000:0000:ffff:0a00:0001"
 
 @contextlib.contextmanager
 def installed(ports: Callable[[], list[Port]] = lambda: [PORT], make: Callable[[Port], Nic] = Nic) -> Iterator[None]:
-    """Transports that are made now find these ports, and verbs that are fake."""
+    """Let transports that are made now find these ports, and fake verbs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "find_ports", lambda gid_index=None: (ports(), []))
         patch.setattr(transport, "open_nics", lambda chosen: [make(port) for port in chosen])

@@ -38,7 +38,7 @@ def granted(request: int, *grants: m.Grant, version: int = 7, layout: str = CHEC
 
 
 class Story:
-    """A machine, the clock in hand, and names for what it is told often."""
+    """A machine, the current time, and shorthands for frequent events."""
 
     def __init__(self, version: int | str = 7, layouts: tuple[str, ...] = (CHECKPOINT,), **options: object) -> None:
         number = 0 if version == LATEST else version
@@ -46,7 +46,7 @@ class Story:
         self.machine = r.Replication(number, 3, layouts, False, TIMEOUT_S, TIMEOUT_S, **options)
 
     def at(self, now: float, event: r.Event) -> list[r.Effect]:
-        """What it does, once there is memory for what it wants to prepare."""
+        """Return the effects of an event, once there is memory for what the machine wants to prepare."""
         self.now = now
         effects = self.machine.handle(event, now)
         if effects and isinstance(effects[-1], r.Prepare):
@@ -58,7 +58,7 @@ class Story:
         return self.at(self.now, event)
 
     def asks(self, effects: list[r.Effect]) -> m.Acquire:
-        """The only effect is a question; return it."""
+        """Return the question that is the only effect."""
         (ask,) = effects
         assert isinstance(ask, r.AskSources)
         return ask.acquire
@@ -67,7 +67,7 @@ class Story:
         self.asks(self.then(r.Begin()))
 
     def open(self, request: int, *pairs: tuple[bytes, Manifest]) -> None:
-        """From Begin to every shard being read."""
+        """Go from Begin to every shard being read."""
         self.begin()
         grants = [grant(shard, session, of) for shard, (session, of) in enumerate(pairs)]
         self.then(granted(request, *grants, count=len(pairs)))

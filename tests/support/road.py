@@ -22,7 +22,7 @@ TENSORS = 20
 
 
 class Road:
-    """What is entered, by any thread that starts after it was made, while `is_open`."""
+    """A record of what is entered, by any thread that starts after it was made, while `is_open`."""
 
     def __init__(self) -> None:
         self.entered: set[CodeType] = set()
@@ -35,7 +35,7 @@ class Road:
             self.entered.add(frame.f_code)
 
     def lines(self) -> set[tuple[str, int]]:
-        """(file, line) of all that was entered; a function within another one is not counted twice."""
+        """Return (file, line) of all that was entered; a function within another one is not counted twice."""
         found: set[tuple[str, int]] = set()
         for code in self.entered:
             source, first = inspect.getsourcelines(code)

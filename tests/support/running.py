@@ -17,7 +17,7 @@ BUSY = 3.0  # processes that would run, for each core: the suite's own four work
 
 
 class Budget:
-    """Begins no file of tests after some seconds, and says which it left out. What was begun goes on to its end."""
+    """A time limit: no file of tests begins after so many seconds; it reports those left out. Started ones complete."""
 
     def __init__(self, within_s: float, turn: int) -> None:
         self.within_s, self.turn = within_s, turn
@@ -49,7 +49,7 @@ class Budget:
 
 
 class SlowTests:
-    """Names the quick tests that take long and are not marked `slow`, at the end of every run.
+    """A report of the quick tests that take long and are not marked `slow`, at the end of every run.
 
     Long is by the wall clock, by which a busy machine makes any test long. So it is an error only at ten times as much,
     where nothing else runs.

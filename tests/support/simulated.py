@@ -1,23 +1,23 @@
 """A simulated device, for `device.using`: the real copies and waits of device.py, on memory whose order is checked.
 
     with Simulation(seed=1) as simulation:
-        weight = simulation.put(torch.ones(1000), "weight")     # who touches its memory as the host's dies of SIGSEGV
+        weight = simulation.put(torch.ones(1000), "weight")     # host access to its memory dies of SIGSEGV
         with Slab.adopt({"weight": weight}) as slab: ...
         assert simulation.content(weight) == ...
         simulation.check()                                      # AssertionError with every fault that was seen
 
 Streams are queues. What is queued runs when the host waits for it, in a seeded random order that streams and events
-permit, together with some that nobody waits for yet; until then its destination holds POISON, or what was there before.
+permit, together with some not yet waited for; until then its destination holds POISON, or what was there before.
 The addresses of its memory are protected: a pointer of the device that is used as one of the host, by torch, by a
 socket or by us, ends the process, and Python's faulthandler says where. Found are
 * two operations that touch the same bytes, one of them writing, while no event or wait says which comes first: both are
   named. The host counts as one thread here, that waits and queues in the order in which its threads do;
-* memory that is let go of while a stream other than the one it was taken for may still touch it: torch hands it out
+* memory that is freed while a stream other than the one it was taken for may still touch it: torch hands it out
   again at once;
 * calls to the device by another thread than the one that captures, or with another device than the call is for (each
   device that a thread has touched is in `contexts`);
 * a copy that touches a registration and memory beside it, which CUDA refuses.
-Host memory that a queued copy still writes (`offload`) holds POISON as well, and `is_coming` until somebody waits.
+Host memory that a queued copy still writes (`offload`) holds POISON as well, and `is_coming` until it is waited for.
 `fail` makes calls fail. As in torch, no stream waits for the default one.
 """
 
@@ -44,7 +44,7 @@ from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import flat_bytes, is_dense, span_of
 
 POISON = 0x5A
-EAGER = 0.3  # how often something runs that nobody has waited for
+EAGER = 0.3  # how often an operation runs that was not waited for
 
 Clock = dict[str, int]  # how much of each stream is known to be done
 DEFAULT = "default"
@@ -163,30 +163,30 @@ class Simulation:
     # --- for tests ---
 
     def put(self, tensor: torch.Tensor, name: str = "", *, device: int = 0) -> torch.Tensor:
-        """A copy of a dense host tensor, of the same dtype, shape and strides, in this device's memory."""
+        """Return a copy of a dense host tensor, of the same dtype, shape and strides, in this device's memory."""
         memory = self._protected(device, name, flat_bytes(tensor).clone(), self.stream_of(device, DEFAULT))
         return torch.empty(0, dtype=tensor.dtype).set_(memory.untyped_storage(), 0, tensor.shape, tensor.stride())
 
     def adopt_in_place(self, tensors: dict[str, torch.Tensor], *, device: int = 0) -> Slab:
-        """A slab of these host tensors, whose memory counts as the device's from now on, though tests read it."""
+        """Return a slab of these host tensors, whose memory counts as the device's from now on. Tests can read it."""
         for name, tensor in tensors.items():
             if tensor.numel() and self._region(tensor.data_ptr()) is None:
                 self.take(tensor, name, device=device)
         return Slab.adopt(tensors)
 
     def take(self, tensor: torch.Tensor, name: str = "", *, device: int = 0) -> None:
-        """The memory of this host tensor counts as the device's from now on, though tests can read it."""
+        """Count the memory of this host tensor as the device's from now on, though tests can read it."""
         flat = flat_bytes(tensor)
         stream = self.stream_of(device, DEFAULT).name
         self._add(_Region(device, name, flat.data_ptr(), flat.data_ptr() + flat.numel(), flat, stream))
 
     def content(self, tensor: torch.Tensor) -> bytes:
-        """What is in it, as far as operations have run."""
+        """Return its bytes, as far as operations have run."""
         return self.true(flat_bytes(tensor)).numpy().tobytes()
 
     @torch.inference_mode(False)
     def true(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What such a tensor is of the device's bytes, as far as operations have run; itself where it is the host's."""
+        """Return the device's real bytes of such a tensor, as far as operations have run; a host tensor itself."""
         region = self._region(tensor.data_ptr()) if tensor.numel() else None
         if region is None:
             return tensor
@@ -202,14 +202,14 @@ class Simulation:
 
     def offload(self, host: torch.Tensor, value: int, *, device: int = 0) -> None:
         """Queue a kernel, and behind it a copy of what it makes into this (pinned) host memory, as a framework does
-        that offloads weights with non_blocking=True: POISON is there until somebody waits for the device."""
+        that offloads weights with non_blocking=True: POISON is there until the device is waited for."""
         made = self.put(torch.zeros(flat_bytes(host).numel(), dtype=torch.uint8), "offloaded", device=device)
         self.kernel(made, value, "offload", device=device)
         self.copy(device, made, flat_bytes(host), "offload")
         self._offloaded.append((made, host))  # neither goes while the copy is queued
 
     def is_coming(self, host: torch.Tensor) -> bool:
-        """Whether something is queued that writes this host memory, and that nobody has waited for."""
+        """Return whether a queued operation writes this host memory and has not been waited for."""
         mine = self._access(host, False)
         with self._lock:
             accesses = [access for each in self._recent for access in each.accesses]
@@ -223,7 +223,7 @@ class Simulation:
         return found
 
     def touch(self, memory: torch.Tensor, what: str, *, writes: bool = False) -> None:
-        """The host reads or writes this host memory now, which a copy must not be doing."""
+        """Note that the host reads or writes this host memory now, which must not overlap a copy."""
         self._compare(what, self._host, [self._access(memory, writes)])
 
     def fail(self, call: str, times: int = 1) -> None:
@@ -232,7 +232,7 @@ class Simulation:
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
-        """The calling thread's own stream."""
+        """Set the calling thread's own stream."""
         before, self._mine.stream = getattr(self._mine, "stream", DEFAULT), name
         try:
             yield
@@ -241,7 +241,7 @@ class Simulation:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """The calling thread captures a graph."""
+        """Capture a graph in the calling thread."""
         self._capturing = acting()
         try:
             yield
@@ -255,14 +255,14 @@ class Simulation:
 
     @property
     def current(self) -> int:
-        """The calling thread's device; 0 until it has chosen one."""
+        """Return the calling thread's device; 0 until it has chosen one."""
         return getattr(self._mine, "device", 0)
 
     # --- for the driver ---
 
     @contextmanager
     def choosing(self, device: int) -> Iterator[None]:
-        """`device` is the calling thread's."""
+        """Set the calling thread's device."""
         before, self._mine.device = self.current, device
         try:
             yield
@@ -270,7 +270,7 @@ class Simulation:
             self._mine.device = before
 
     def called(self, call: str) -> None:
-        """A thread makes this call. torch.OutOfMemoryError if it is to fail."""
+        """Note a thread's call. Raise torch.OutOfMemoryError if it is to fail."""
         with self._lock:
             self.calls[call] += 1
             thread = threading.current_thread().name
@@ -283,7 +283,7 @@ class Simulation:
                 raise torch.OutOfMemoryError(f"simulated, at {call}")
 
     def stream_of(self, device: int, name: str | None) -> _Stream:
-        """None: the calling thread's own."""
+        """Return the stream of this name; None: the calling thread's own."""
         name = getattr(self._mine, "stream", DEFAULT) if name is None else name
         with self._lock:
             return self._streams.setdefault((device, name), _Stream(f"{device}/{name}", device))
@@ -321,13 +321,13 @@ class Simulation:
         return self._protected(device, "scratch", empty, self.stream_of(device, stream))
 
     def record(self, device: int, stream: str | None) -> _Event:
-        """An event behind what is queued."""
+        """Return an event after everything queued so far."""
         with self._lock:
             of = self.stream_of(device, stream)
             return _Event(of, of.queued, dict(of.clock))
 
     def order(self, device: int, stream: str, event: _Event) -> None:
-        """The stream waits."""
+        """Have the stream wait."""
         with self._lock:
             of = self.stream_of(device, stream)
             of.queue.append(event)
@@ -335,7 +335,7 @@ class Simulation:
             _join(of.clock, event.clock)
 
     def wait(self, events: Sequence[_Event]) -> None:
-        """The host waits."""
+        """Have the host wait."""
         with self._lock:
             for event in events:
                 self._run_to(event)
@@ -343,7 +343,7 @@ class Simulation:
             self._recent = [each for each in self._recent if self._host.get(each.stream, 0) < each.tick]
 
     def wait_for_all(self, device: int) -> None:
-        """The host waits for every stream of a device."""
+        """Have the host wait for every stream of a device."""
         with self._lock:
             of = [stream for stream in self._streams.values() if stream.device == device]
             self.wait([_Event(stream, stream.queued, stream.clock) for stream in of])
@@ -351,7 +351,7 @@ class Simulation:
     # --- inside ---
 
     def _protected(self, device: int, name: str, true: torch.Tensor, stream: _Stream) -> torch.Tensor:
-        """uint8 over addresses that nobody may touch: the device's while the tensor, or a view of it, lives."""
+        """Return uint8 over protected addresses: the device's while the tensor, or a view of it, lives."""
         size_bytes = true.numel()
         mapped = mmap.mmap(-1, max(size_bytes, 1))
         held = (ctypes.c_uint8 * len(mapped)).from_buffer(mapped)
@@ -430,7 +430,7 @@ class Simulation:
             self._compare(label, of.clock, accesses)
             for flat, access in zip(writes, accesses[len(reads) :], strict=True):
                 if not any(_overlap(access, other) for each in self._recent for other in each.accesses):
-                    self._filling(flat, POISON)()  # nobody may rely on it any more
+                    self._filling(flat, POISON)()  # it must not be relied on any more
             operation = _Operation(label, run, accesses, of.name, of.queued)
             of.queue.append(operation)
             self._recent.append(operation)

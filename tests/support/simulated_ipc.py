@@ -55,7 +55,7 @@ class SharedSimulation(Simulation):
         os.close(self._fd)
 
     def adopt_in_place(self, tensors: dict[str, torch.Tensor], *, device: int = 0) -> Slab:
-        """As `Simulation`'s; the tensors are moved into the file."""
+        """Do as `Simulation` does; the tensors are moved into the file."""
         by_storage: dict[int, list[torch.Tensor]] = {}
         for tensor in tensors.values():
             storage = tensor.untyped_storage()
@@ -72,18 +72,18 @@ class SharedSimulation(Simulation):
         return super().adopt_in_place(tensors, device=device)
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Free the whole allocation that a tensor lies in: nobody can open it any more."""
+        """Free the whole allocation that a tensor lies in: it cannot be opened any more."""
         del self._allocated[self._allocation_at(tensor.data_ptr())]
 
     def handle_of(self, address: int) -> tuple[int, int, bytes]:
-        """Address, size and handle of the allocation that lies there. NotShareable."""
+        """Return address, size and handle of the allocation at this address. Raise NotShareable."""
         offset = self._allocation_at(address)
         size_bytes = self._allocated[offset]
         handle = _HANDLE.pack(os.getpid(), self._fd, offset, size_bytes).ljust(HANDLE_SIZE_BYTES, b"\0")
         return self._base.data_ptr() + offset, size_bytes, handle
 
     def add_open(self, memory: mmap.mmap, device: int, process: str, handle: bytes) -> torch.Tensor:
-        """Another process's memory, as device memory of this one."""
+        """Return another process's memory, as device memory of this one."""
         if (process, handle) in self._open.values():
             self.faults.append(f"{process} opens a handle that it has open")
         opened = torch.frombuffer(memory, dtype=torch.uint8)
@@ -93,7 +93,7 @@ class SharedSimulation(Simulation):
         return visible
 
     def close_opened(self, opened: torch.Tensor) -> None:
-        """Nothing may copy from it any more, or later."""
+        """Close it: nothing may copy from it any more, or later."""
         self.touch(opened, "to close its handle", writes=True)
         del self._open[opened.data_ptr()]
         region = self._region(opened.data_ptr())
@@ -101,7 +101,7 @@ class SharedSimulation(Simulation):
         region.true = torch.full_like(region.true, POISON)
 
     def _allocate(self, sizes: Iterable[int]) -> list[int]:
-        """One allocation; where in the file each part of it lies."""
+        """Make one allocation; return where in the file each part of it lies."""
         with self._lock:
             begin, places = self._end, []
             for size in sizes:
@@ -125,7 +125,7 @@ class SharedSimulation(Simulation):
 
 
 class SimulatedIpc:
-    """`Ipc` of one process, or of what is to count as one of its own: process."""
+    """The `Ipc` of one process, or (process) of what is to count as one of its own."""
 
     def __init__(self, simulation: SharedSimulation, process: str = "") -> None:
         self._simulation = simulation

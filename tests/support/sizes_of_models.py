@@ -1,4 +1,4 @@
-"""What the table of sizes says of two models, each to be asked for in a process of its own."""
+"""The predictions of the table of sizes for two models, each to be requested in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipes.bench.sizes import models, predict, real
 
 
 def of_a_deep_model(layers: int) -> tuple[Any, Any]:
-    """By the layers that are alike, and by all."""
+    """Return the plan made from the layers that are alike, and from all."""
     from recipes.bench.sizes.ranks import Rank
 
     model = models.Model("Qwen2", (256, 512, layers, 4, 2, 512), ranks=1, tp=(2,))
@@ -21,8 +21,8 @@ def of_a_deep_model(layers: int) -> tuple[Any, Any]:
 
 
 def of_experts(ranks: int, *, by_experts: bool = True) -> list[tuple[int, int, int, int]]:
-    """Of each rank of an engine: its experts' tensors, bytes that it needs, those that it reads of a trainer that does
-    not cut experts, and those of the checkpoint. by_experts: it has whole ones."""
+    """Return for each rank of an engine: its experts' tensors, bytes that it needs, those that it reads of a trainer
+    that does not cut experts, and those of the checkpoint. by_experts: it has whole ones."""
     from recipes.bench.sizes.ranks import Rank
 
     more = {"head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}

@@ -14,12 +14,12 @@ from tensorhub_plugins.core.memory.tensors import spec_of
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """A dense tensor's bytes in memory order, by its address alone."""
+    """Return a dense tensor's bytes in memory order, by its address alone."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""
 
 
 def stream(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """The stream by its definition: the bytes in the order of the names."""
+    """Return the stream by its definition: the bytes in the order of the names."""
     return b"".join(raw(tensors[name]) for name in sorted(tensors))
 
 
@@ -31,7 +31,7 @@ def allocated(tensors: Mapping[str, torch.Tensor]) -> Slab:
 
 
 def through_host(tensors: Mapping[str, torch.Tensor]) -> Slab:
-    """A slab that takes the way of device memory, on the CPU: through host buffers, committed at the end."""
+    """Make a slab that is treated as device memory, on the CPU: through host buffers, committed at the end."""
     slab = Slab.adopt(tensors)
     slab._copy_through_host(Device("cpu", Plain()))
     return slab

@@ -1,4 +1,4 @@
-"""Reads source code, for the rules about it: what a file imports, which environment variables it asks for."""
+"""Analyses of source code, for the rules about it: what a file imports, which environment variables it reads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Import = tuple[str, str]  # a module below our package, as "core.hub.hub"; what 
 
 
 def module_of(file: Path, package: Path) -> str:
-    """Its name below the package, for example "core.hub.hub" or "verl.__init__"."""
+    """Return its name below the package, for example "core.hub.hub" or "verl.__init__"."""
     return ".".join(file.relative_to(package).with_suffix("").parts)
 
 
 def imports(package: Path, *, lazy: bool = True) -> list[Import]:
-    """What is imported when the code of this package runs. lazy: also inside of functions, and by name."""
+    """Return what is imported when the code of this package runs. lazy: also inside of functions, and by name."""
     found = []
     for file in sorted(package.rglob("*.py")):
         module = module_of(file, package)
@@ -56,7 +56,7 @@ def _imported(tree: ast.Module, module: str, *, lazy: bool) -> Iterator[str]:
 
 
 def _runtime_nodes(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
-    """All below this one but what only type checkers see, docstrings and, unless lazy, what stands in functions."""
+    """Yield all nodes below this one except those only for type checkers, docstrings and, unless lazy, functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and re.fullmatch(r"(\w+\.)?TYPE_CHECKING", ast.unparse(child.test)):
             for each in child.orelse:
@@ -70,12 +70,12 @@ def _runtime_nodes(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
 
 
 def below(imported: str) -> str:
-    """The name below our package; "" for what is not ours."""
+    """Return the name below our package; "" for what is not ours."""
     return imported.removeprefix(f"{OURS}.") if imported.startswith(f"{OURS}.") else ""
 
 
 def offered_by(file: Path) -> dict[str, str]:
-    """What a package's __init__ offers under a name of its own, and where below our package that is from."""
+    """Return what a package's __init__ offers under a name of its own, and its origin below our package."""
     nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom) and node.module]
     return {
         alias.asname or alias.name: below(f"{node.module}.{alias.name}")
@@ -86,8 +86,8 @@ def offered_by(file: Path) -> dict[str, str]:
 
 
 def loops(found: Iterable[Import], modules: Iterable[str]) -> list[str]:
-    """The modules that import each other in a circle, and what stands between. A package above a module is no step:
-    Python has begun to import it already."""
+    """Return the modules that import each other in a circle, and those in between. A package above a module does not
+    count: Python has begun to import it already."""
     names = set(modules)
     needs: dict[str, set[str]] = {name: set() for name in names}
     for module, imported in found:
@@ -95,7 +95,7 @@ def loops(found: Iterable[Import], modules: Iterable[str]) -> list[str]:
         target = next((t for n in range(len(parts), 0, -1) for t in _as_module(parts[:n]) if t in names), None)
         if target is not None and target != module and not f"{module}.".startswith(target.removesuffix("__init__")):
             needs[module].add(target)
-    while True:  # who needs none of the others, or is needed by none of them, is in no circle
+    while True:  # a module that needs no other, or that no other needs, is in no circle
         needed = set().union(*needs.values())
         apart = {name for name in needs if not needs[name] & needs.keys() or name not in needed}
         if not apart:
@@ -108,7 +108,7 @@ def _as_module(parts: list[str]) -> tuple[str, str]:
 
 
 def constants(source: str) -> dict[str, str]:
-    """The texts that a file gives a name."""
+    """Return the string constants of a file by name."""
     return {
         each.id: node.value.value
         for node in ast.parse(source).body
@@ -119,7 +119,7 @@ def constants(source: str) -> dict[str, str]:
 
 
 def environment_of(source: str, elsewhere: Mapping[str, str]) -> tuple[set[str], list[str]]:
-    """The environment variables that this source reads or sets, and the places where that cannot be told.
+    """Return the environment variables that this source reads or sets, and the places where they are unknown.
 
     elsewhere: the constants of other files.
     """
@@ -141,7 +141,7 @@ def environment_of(source: str, elsewhere: Mapping[str, str]) -> tuple[set[str],
 
 
 def _names_asked(node: ast.AST, text: str, parents: Mapping[ast.AST, ast.AST]) -> list[ast.expr]:
-    """What is asked for here: the key, the first argument, what `in` looks for, or all that a loop goes through."""
+    """Return what is looked up here: the key, the first argument, what `in` looks for, or all that a loop visits."""
     above = parents[node]
     if isinstance(above, ast.Attribute):  # .get, .setdefault, .pop
         above = parents[above]

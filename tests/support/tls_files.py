@@ -17,7 +17,7 @@ from tensorhub_plugins.core.security.tls import TlsFiles
 def run_files(
     folder: Path, *, days: tuple[int, int] = (-1, 1), servers_only: bool = False, passphrase: bytes = b""
 ) -> TlsFiles:
-    """A CA of its own, and one worker's certificate. days: from now, between which that is valid."""
+    """Make a CA of its own, and one worker's certificate. days: from now, between which that is valid."""
     folder.mkdir(parents=True, exist_ok=True)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     names = f"CA {secrets.token_hex(8)}", "worker"  # short: a common name has at most 64 characters

@@ -16,13 +16,13 @@ WAIT_S = 5
 
 
 def started(file: str, count: int, *arguments: object) -> AbstractContextManager[list[subprocess.Popen[str]]]:
-    """`python file RANK arguments...` for each rank; what a rank reads from its stdin is the test's word."""
+    """Run `python file RANK arguments...` for each rank; the test writes to the ranks' stdin."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
     return recipes.ranks.started([file], count, *arguments, environment={"PYTHONPATH": path})
 
 
 def await_version(reader: Client, version: int, ranks: Sequence[subprocess.Popen[str]], timeout_s: int) -> int:
-    """Within the deadline, and only while no rank has ended."""
+    """Wait for the version within the deadline, and only while no rank has ended."""
     for _ in range(timeout_s // WAIT_S):
         assert [rank.poll() for rank in ranks] == [None] * len(ranks), "a rank has ended"
         with suppress(NotPublished, HubUnreachable):

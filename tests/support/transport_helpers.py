@@ -32,7 +32,7 @@ def frame(message, kind=CONTROL, length=None):
 
 
 GREETING = HELLO.pack(MAGIC, PROTOCOL, 0, b"")
-# What only somebody who knows the protocol's beginning would send. Each must cost the source next to nothing.
+# Messages of a peer that knows the protocol's beginning. Each must cost the source next to nothing.
 FORGED = (
     HELLO.pack(MAGIC, PROTOCOL + 1, 0, b""),  # another version
     GREETING + HEADER.pack(CONTROL, 0, 0, 1 << 63) + b"x",  # a huge length
@@ -67,7 +67,7 @@ def soon(seconds=60.0):
 
 
 def read_all(reader, endpoint):
-    """Through a link of its own; the tensor "a" as it was read."""
+    """Read through a link of its own; return the tensor "a" as it was read."""
     link = reader.connect(endpoint, deadline=soon())
     manifest = link.open(KEY, 1, deadline=soon())
     target = Slab.allocate(manifest.tensors)

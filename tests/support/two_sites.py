@@ -32,13 +32,13 @@ class Toy(torch.nn.Module):
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
-    """Not to be compressed, and other ones for each version."""
+    """Return weights that cannot be compressed, different for each version."""
     noise = torch.Generator().manual_seed(version)
     return {"weight": torch.rand(NUMBERS, generator=noise)}
 
 
 class Engine:
-    """Makes a step every STEP_S, unless it is paused."""
+    """An engine that makes a step every STEP_S, unless it is paused."""
 
     def __init__(self, hub: str, name: str, host: str, data_center: str, staleness_s: float | None = None) -> None:
         torch.set_num_threads(1)
@@ -115,7 +115,7 @@ class Engine:
 
 
 class _Logged(Follower):
-    """What each update took."""
+    """A record of what each update took."""
 
     async def fetch(self, version: int) -> None:
         engine: Any = self.engine
@@ -152,7 +152,7 @@ class Trainer:
         self.client.close()
 
     def seeds(self, site: str) -> list[str]:
-        """Who reads into this site from outside, as the hub knows it."""
+        """Return the readers into this site from outside, as the hub knows them."""
         leases = [lease for model in fetch_status(self._hub)["models"] for lease in model["leases"]]
         return [
             str(lease["reader"])

@@ -51,7 +51,7 @@ class Run:
         self.events = []
 
     def read(self):
-        """All events so far, oldest first; each knows the process that wrote it."""
+        """Return all events so far, oldest first; each has the process that wrote it."""
         for path in sorted(self.events_folder.glob("*.jsonl")) if self.events_folder.exists() else []:
             with open(path) as file:
                 file.seek(self._offsets.get(path, 0))
@@ -69,7 +69,7 @@ class Run:
         ]
 
     def until(self, what, condition, timeout_s=STORY_S, every_s=0.05):
-        """The first truthy answer of `condition`; fails the test at the deadline or when the run has ended."""
+        """Return the first truthy answer of `condition`; fail the test at the deadline or when the run has ended."""
         deadline = time.monotonic() + timeout_s
         while not (answer := condition()):
             assert self.process.poll() is None, f"verl ended while waiting for {what}\n{self.tail()}"
@@ -95,7 +95,7 @@ class Run:
         return [lease for model in report["models"] for lease in model["leases"]]
 
     def pid(self, event, worker):
-        """The process that most recently said this about this worker."""
+        """Return the process that most recently reported this about this worker."""
         return self.find(event, worker=worker)[-1]["pid"]
 
     def has_all(self, version, replicas, since):
@@ -114,7 +114,8 @@ class Run:
                     continue
 
     def check_nothing_was_torn_or_lost(self, *, compared, steps):
-        """compared: at least so many digests are known of two or more workers. steps: the trainer took at least."""
+        """Check the run. compared: the least number of digests known of two or more workers. steps: the least that were
+        trained."""
         digests = {}
         for event in self.find("digests"):
             for key, digest in event["digests"].items():

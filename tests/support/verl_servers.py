@@ -1,4 +1,4 @@
-"""What verl's router and fleet deal with, as real actors without an engine."""
+"""The parts that verl's router and fleet deal with, as real actors without an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENS = 8  # of every answer
 
 
 class Server:
-    """Gives a prompt's tokens back, one after the other, until it is told to give back what is under way."""
+    """A server that returns a prompt's tokens, one after the other, until it is told to return what is under way."""
 
     def __init__(self, name: str, version: int = 1) -> None:
         self.name, self.version, self.leaves, self.seconds = name, version, asyncio.Event(), 0.0
@@ -50,14 +50,14 @@ class Server:
         )
 
     async def last_output(self, otherwise: Any = TokenOutput) -> Any:
-        """As verl's own methods do, it names one of verl's types where Ray keeps it: with every handle."""
+        """Name one of verl's types in the signature, as verl's own methods do: Ray keeps it with every handle."""
 
     async def tensorhub_give_back(self) -> None:
         self.leaves.set()
 
 
 class Launched:
-    """What verl's replica starts, without an engine."""
+    """A replica as verl starts it, without an engine."""
 
     def __init__(self, workers: list[Any], cuda_visible_devices: str, **_: Any) -> None:
         self.workers, self.devices = workers, cuda_visible_devices
@@ -69,7 +69,7 @@ class Launched:
         return "10.0.0.1", 1, 2
 
     def launch_server(self, **_: Any) -> None:
-        """At once."""
+        """Launch at once."""
 
     def get_server_address(self) -> tuple[str, int]:
         return "10.0.0.1", 80

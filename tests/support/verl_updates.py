@@ -23,7 +23,7 @@ TIMEOUT_S = 30.0
 
 
 class Policy:
-    """Whose weights say how many optimizer steps they have had."""
+    """A policy whose weights are the number of its optimizer steps."""
 
     def __init__(self, trained: int = 0) -> None:
         self.trained = trained
@@ -74,7 +74,7 @@ REFUSAL = "There is no module or parameter named 'layers.0.mlp'"
 
 
 class DropIn:
-    """A rollout worker under verl's manager. trained: of the weights that it has."""
+    """A rollout worker under verl's manager. trained: the steps of its weights."""
 
     trained: float | None = None
     refuses = False  # to load what comes, as `loading.hear` says it for vLLM
@@ -99,7 +99,7 @@ class DropIn:
 
 
 class Pulls:
-    """What stands for a replica that pulls, and the replica, which looks when it is asked."""
+    """A stand-in for a replica that pulls, and the replica, which pulls when it is asked."""
 
     trained: float | None = None
     version = 0
@@ -134,7 +134,7 @@ class Pulls:
 
 
 class Replica:
-    """verl's, of which only the workers matter here."""
+    """A stand-in for verl's replica, of which only the workers matter here."""
 
     def __init__(self, worker: Any) -> None:
         self.workers = [worker]
@@ -158,28 +158,28 @@ class Log:
 
 
 class Run:
-    """One life of a trainer over the replicas of a job, of which some may be older than it."""
+    """One incarnation of a trainer over the replicas of a job, some of which may be older."""
 
     def __init__(self, address: str, root: Any, replicas: list[Any], policy: Policy, step: int = 0) -> None:
-        """step: from which it resumes."""
+        """Start a trainer. step: the step from which it resumes."""
         self.policy, self.replicas, self.config, self.step = policy, replicas, root, step
         self.worker = Trainer(policy, address)
         self.saved: list[int] = []
         self.log = Log()
 
     def make_manager(self) -> Any:
-        """verl's."""
+        """Make verl's manager."""
         config = SimpleNamespace(backend="tensorhub", custom_backend_module=None)
         return base.CheckpointEngineManager(config, Workers([self.worker]), [Replica(one) for one in self.replicas])
 
     def tracking(self) -> Any:
-        """As verl's trainers make it, with a back end of ours."""
+        """Make the tracking as verl's trainers do, with a back end of ours."""
         made = Tracking("project", "experiment", [], OmegaConf.to_container(self.config))
         made.logger["test"] = self.log
         return made
 
     def generate(self) -> None:
-        """Every replica answers with some weights of this life's past."""
+        """Check that every replica answers with some weights of this incarnation's past."""
         assert self.have() <= {float(trained) for trained in range(self.policy.trained + 1)}, "without weights"
 
     def have(self) -> set[float | None]:
@@ -219,7 +219,7 @@ class Asked(Future[Any]):
 
 
 def fully_async(run: Run, batches: int) -> int:
-    """Start, train this many batches, and end. Returns the last step."""
+    """Train this many batches from start to end, and return the last step."""
     from verl.experimental.fully_async_policy import fully_async_trainer as theirs
     from verl.experimental.fully_async_policy.detach_utils import MetricsAggregator
 
@@ -280,7 +280,7 @@ def fully_async(run: Run, batches: int) -> int:
 
 
 def one_step_off(run: Run, batches: int) -> int:
-    """The same: each batch is generated while the one before is trained."""
+    """Do the same with each batch generated while the one before is trained."""
     from verl.experimental.one_step_off_policy.ray_trainer import OneStepOffRayTrainer
 
     trainer = OneStepOffRayTrainer.__new__(OneStepOffRayTrainer)
@@ -297,7 +297,7 @@ def one_step_off(run: Run, batches: int) -> int:
 
 
 def separate_async(run: Run, batches: int) -> int:
-    """The same, of verl's main_ppo."""
+    """Do the same with verl's main_ppo."""
     from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
     trainer = PPOTrainerSeparateAsync.__new__(PPOTrainerSeparateAsync)

@@ -109,7 +109,7 @@ def why_not(kind: str) -> str | None:
 
 
 def checkpoint(path: Path) -> dict[str, Any]:
-    """The saved tensors by Hugging Face name."""
+    """Return the saved tensors by Hugging Face name."""
     from safetensors.torch import load_file
 
     return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
@@ -128,7 +128,8 @@ class Engine:
         own_core: bool = False,
         **options: Any,
     ) -> None:
-        """extension None: vLLM as it is. workers: tensor parallel; more than one are processes of vLLM's own.
+        """Start the engine. extension None: vLLM as it is. workers: tensor parallel; vLLM starts processes for more
+        than one.
 
         own_core: the engine core is a process of its own and steps by itself, as in a server. options: more of LLM's.
         """
@@ -152,7 +153,7 @@ class Engine:
             raise
 
     def call(self, method: str, *args: Any) -> Any:
-        """collective_rpc to the engine's only worker."""
+        """Run collective_rpc on the engine's only worker."""
         return self.ask("rpc", method, args)[0]
 
     def generate(self, prompts: list[list[int]] | None = None, tokens: int = TOKENS) -> list[list[int]]:
@@ -190,7 +191,7 @@ class Engine:
 
 
 class EngineError(RuntimeError):
-    """What went wrong in the engine's process, as text."""
+    """An error in the engine's process, as text."""
 
 
 @contextmanager
@@ -277,24 +278,25 @@ class _Host:
         self.llm.llm_engine.engine_core.shutdown()
 
     def core(self, method: str, args: tuple[Any, ...]) -> Any:
-        """A method of the engine core in its own process, as the server calls it."""
+        """Call a method of the engine core in its own process, as the server does."""
         return self.llm.llm_engine.engine_core.call_utility(method, *args)
 
     def own(self, method: str, args: tuple[Any, ...]) -> Any:
-        """A method of vllm.LLM itself."""
+        """Call a method of vllm.LLM itself."""
         return getattr(self.llm, method)(*args)
 
     def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         return self.llm.collective_rpc(method, args=args)
 
     def reload_stock(self, path: str) -> list[Any]:
-        """vLLM's own layerwise reload, as it is."""
+        """Run vLLM's own layerwise reload, as it is."""
         return self.llm.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": list(checkpoint(Path(path)).items())}
         )
 
     def packs(self) -> bool:
-        """Whether a layer computes with a copy of its weights, as vLLM's CPU build does where oneDNN knows the dtype.
+        """Return whether a layer computes with a copy of its weights: vLLM's CPU build does where oneDNN knows the
+        dtype.
 
         For bfloat16 that takes AVX-512. Elsewhere `cpu_linear` is a plain function of the weight it is given.
         """
@@ -322,8 +324,8 @@ class _Host:
             self.outputs[f"{prefix}{k}"] = []
 
     def gather(self, prompts: list[list[int]], task: str, steps: int, calls: list[tuple[str, Any]]) -> list[Any]:
-        """What comes of prompts over several steps, with these calls of workers after so many of them, as an update
-        makes them. task: one of pooling, or "prompt", for the log-probabilities of its tokens."""
+        """Return the results of prompts over several steps, with these calls of workers after so many of them, as an
+        update makes them. task: one of pooling, or "prompt", for the log-probabilities of its tokens."""
         from vllm import PoolingParams, SamplingParams
 
         prefix = f"gather-{next(self.numbers)}-"
@@ -385,7 +387,7 @@ class _Host:
                 self.running.discard(output.request_id)
 
     def step_without_tokens(self) -> bool:
-        """As vLLM steps to clear a request that was aborted while nothing else runs."""
+        """Step as vLLM does to clear a request that was aborted while nothing else runs."""
         from vllm.v1.core.sched.output import SchedulerOutput
 
         core = self.llm.llm_engine.engine_core.engine_core
@@ -396,7 +398,7 @@ class _Host:
         return {request: len(tokens) for request, tokens in self.outputs.items()}
 
     def pause(self) -> None:
-        """As a server does it: requests are kept, caches forgotten."""
+        """Pause as a server does: requests are kept, caches dropped."""
         self.llm.llm_engine.engine_core.engine_core.pause_scheduler(mode="keep", clear_cache=True)
         self.paused = True
 

@@ -19,7 +19,7 @@ from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 
 class FaultyExtension(TensorHubWorkerExtension):
     def tensorhub_test_fail_copy(self, after: int) -> None:
-        """The next install fails after this many tensors were written."""
+        """Make the next install fail after this many tensors were written."""
         original = weights.copy_tensors
 
         def copy_tensors(live, source):
@@ -31,7 +31,7 @@ class FaultyExtension(TensorHubWorkerExtension):
         weights.copy_tensors = copy_tensors
 
     def tensorhub_test_fail_reload(self, step: str) -> None:
-        """The next reload fails: while a loader runs, while a layer is packed, or while the last layers are."""
+        """Make the next reload fail: while a loader runs, while a layer is packed, or while the last layers are."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         calls = itertools.count()
@@ -47,7 +47,7 @@ class FaultyExtension(TensorHubWorkerExtension):
         setattr(layerwise, name, fail)
 
     def tensorhub_test_stop_after(self, segments: int) -> None:
-        """This whole process stops (SIGSTOP) as it is about to send one more segment to somebody by TCP."""
+        """Stop this whole process (SIGSTOP) when it is about to send one more segment by TCP."""
         sent = itertools.count()
 
         def payload(backend, channel, offer, start, stop, deadline):
@@ -59,12 +59,12 @@ class FaultyExtension(TensorHubWorkerExtension):
         original, tcp.TcpSource.segment_payload = tcp.TcpSource.segment_payload, payload
 
     def tensorhub_test_warm_up(self) -> None:
-        """What other builds do as they start. The CPU's does not where nothing is compiled, and then lacks the buffers
-        in which a stage of a pipeline takes what the one before it has computed."""
+        """Warm up as other builds do at start. The CPU's does not where nothing is compiled, and then lacks the buffers
+        in which a stage of a pipeline receives the output of the one before it."""
         self.model_runner.profile_run()
 
     def tensorhub_test_offload(self, number: int) -> None:
-        """One layer computes with buffers that are refilled from host memory before each forward from now on."""
+        """Have one layer compute with buffers that are refilled from host memory before each forward from now on."""
         layer = self.get_model().model.layers[number]
         stored = {parameter: parameter.data for parameter in layer.parameters()}
         for parameter in stored:
@@ -79,14 +79,14 @@ class FaultyExtension(TensorHubWorkerExtension):
         layer.forward = forward
 
     def tensorhub_test_keep_progress(self) -> None:
-        """As it was: what was gathered of requests outlives their preemption."""
+        """Restore the old behaviour: what was gathered of requests outlives their preemption."""
         progress.begin_again = lambda *_: None
 
     def tensorhub_test_pid(self) -> int:
         return os.getpid()
 
     def tensorhub_test_unhook(self, method: str) -> None:
-        """A method as vLLM has it."""
+        """Restore a method as vLLM has it."""
         setattr(type(self), method, getattr(type(self), method).__wrapped__)
 
     def tensorhub_test_discard_on(self, rank: int) -> None:
@@ -94,7 +94,7 @@ class FaultyExtension(TensorHubWorkerExtension):
             self.tensorhub_discard()
 
     def tensorhub_test_fail_conversion_on(self, rank: int) -> None:
-        """The next conversion fails on this worker alone."""
+        """Make the next conversion fail on this worker alone."""
         if self.rank != rank:
             return
         original = Conversion.install
@@ -106,7 +106,7 @@ class FaultyExtension(TensorHubWorkerExtension):
         Conversion.install = install
 
     def tensorhub_test_fail_layer_on(self, rank: int, name: str) -> None:
-        """The next reload fails on this worker alone, as it packs this layer."""
+        """Make the next reload fail on this worker alone, as it packs this layer."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         if self.rank != rank:
@@ -122,7 +122,7 @@ class FaultyExtension(TensorHubWorkerExtension):
         layerwise._layerwise_process = process
 
     def tensorhub_test_forget(self, forgotten: str) -> None:
-        """The next install leaves this tensor as it is, and does not know it."""
+        """Make the next install leave this tensor unchanged, without noticing."""
         original = weights.copy_tensors
 
         def copy_tensors(live, source):
@@ -134,7 +134,7 @@ class FaultyExtension(TensorHubWorkerExtension):
 
 
 class HidingPatient(Patient):
-    """Finds something that no raw copy would bring, so that raw copies are not traded."""
+    """A patient with something that no raw copy would carry, so that raw copies are not exchanged."""
 
     def __new__(cls, *args, **kwargs):
         original = Conversion._judge
@@ -148,7 +148,7 @@ class HidingPatient(Patient):
 
 
 class OffloadingExtension(FaultyExtension):
-    """Offloads a layer when the model has been loaded, as vLLM's offloaders do."""
+    """An extension that offloads a layer after the model has been loaded, as vLLM's offloaders do."""
 
     def __new__(cls, *args, **kwargs):
         def warm_up():
@@ -161,7 +161,7 @@ class OffloadingExtension(FaultyExtension):
 
 
 class StaleViewsExtension(TensorHubWorkerExtension):
-    """Leaves the views that Mamba2 has of its weights as they were."""
+    """An extension that leaves the views that Mamba2 has of its weights unchanged."""
 
     def __new__(cls, *args, **kwargs):
         cpu.refresh_convolutions = lambda model: None
@@ -169,7 +169,7 @@ class StaleViewsExtension(TensorHubWorkerExtension):
 
 
 class BlindExtension(TensorHubWorkerExtension):
-    """Does not see that a source is lost: what has arrived is taken for all."""
+    """An extension that does not notice a lost source: it takes what has arrived for everything."""
 
     def __new__(cls, *args, **kwargs):
         def remove(shard, session, *, lost):
@@ -184,7 +184,7 @@ class BlindExtension(TensorHubWorkerExtension):
 
 
 class LateExtension(TensorHubWorkerExtension):
-    """As if it came only after the model was loaded: nothing was prepared."""
+    """An extension that behaves as if added after the model was loaded: nothing was prepared."""
 
     def __new__(cls, *args, **kwargs):
         worker = super().__new__(cls, *args, **kwargs)
@@ -193,7 +193,7 @@ class LateExtension(TensorHubWorkerExtension):
 
 
 class ForgetfulPatient(Patient):
-    """The doctor's, whose raw copies leave a tensor as it is."""
+    """The doctor's patient, but its raw copies leave a tensor unchanged."""
 
     def tensorhub_install(self, version, timeout_s):
         FaultyExtension.tensorhub_test_forget(self, "model.norm.weight")
@@ -201,7 +201,7 @@ class ForgetfulPatient(Patient):
 
 
 class CrashingPatient(Patient):
-    """The doctor's, whose process ends in the middle of an install."""
+    """The doctor's patient, but its process ends in the middle of an install."""
 
     def tensorhub_install(self, version, timeout_s):
         os._exit(3)

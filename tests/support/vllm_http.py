@@ -1,4 +1,4 @@
-"""A small real HTTP server that speaks as `vllm serve --load-format tensorhub` does. Tests say what it answers."""
+"""A small real HTTP server that speaks as `vllm serve --load-format tensorhub` does. Tests set its answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def status(**changes: Any) -> dict[str, Any]:
 
 
 class Fake:
-    """Speaks as vLLM 0.29 does: one event for each step. Token n of an answer is n, its log-probability -n."""
+    """A server that speaks as vLLM 0.29: one event for each step. Token n of an answer is n, its log-probability -n."""
 
     def __init__(self) -> None:
         self.status: dict[str, Any] = status()
@@ -114,7 +114,7 @@ class Fake:
 
 @asynccontextmanager
 async def answering(fake: Fake) -> AsyncIterator[str]:
-    """Its address."""
+    """Run the server, and yield its address."""
     app = web.Application(middlewares=[fake.closes_kept])
     app.add_routes(
         [

@@ -12,13 +12,13 @@ import torch
 
 
 def only_rank(folder: Path) -> AbstractContextManager[Any]:
-    """vLLM's configuration for an FP8 model, in a process that is the only rank of its group."""
+    """Return vLLM's configuration for an FP8 model, in a process that is the only rank of its group."""
     return rank_of(folder, 0, 1)
 
 
 @contextmanager
 def rank_of(folder: Path, rank: int, count: int, stages: int = 1) -> Iterator[Any]:
-    """The same for one of so many tensor parallel ranks, in each of so many stages."""
+    """Yield the same for one of so many tensor parallel ranks, in each of so many stages."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import (
         destroy_distributed_environment,

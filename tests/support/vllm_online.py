@@ -25,13 +25,13 @@ FP8_MAX = 448.0
 
 
 def stand_in() -> None:
-    """For this process, before the model is made."""
+    """Install the stand-ins in this process, before the model is made."""
     for owner, name, value in stand_ins():
         setattr(owner, name, value)
 
 
 def stand_ins() -> list[tuple[Any, str, Any]]:
-    """Owner, name and new value of every attribute."""
+    """Return owner, name and new value of every attribute."""
     from vllm import _custom_ops
     from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
     from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearLayerConfig
@@ -73,7 +73,7 @@ def scaled_fp8_quant(
     use_per_token_if_dynamic: bool = False,
     **unused: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the CUDA operation: in FP8, and the scale, which is made by rows or for all if none is given."""
+    """Do as the CUDA operation: return FP8 and the scale, which is computed by rows or for all if none is given."""
     if scale is None:
         largest = input.abs().amax(dim=1, keepdim=True) if use_per_token_if_dynamic else input.abs().amax().view(1)
         scale = (largest.float() / FP8_MAX).clamp_min(1 / (FP8_MAX * 512))
@@ -88,7 +88,7 @@ class BlockKernel:
 
 
 def dequantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A matrix, from one scale, one for every row, or one for every block of it."""
+    """Return a matrix, from one scale, one for every row, or one for every block of it."""
     if scale.dtype == torch.uint8:  # an exponent
         scale = torch.exp2(scale.float() - 127)
     if scale.dim() < 2:
@@ -101,7 +101,7 @@ def dequantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
 
 
 def apply_experts(method: Any, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, **unused: Any) -> torch.Tensor:
-    """With the scales that the kernel remembers, as the real ones do."""
+    """Compute with the scales that the kernel remembers, as the real ones do."""
     remembered = method.moe_kernel.fused_experts.quant_config
     chosen, ids = router_logits.float().softmax(-1).topk(method.moe.experts_per_token)
     chosen = chosen / chosen.sum(-1, keepdim=True)
@@ -130,7 +130,7 @@ class FaultyOnline(OnlineExtension, FaultyExtension):
 
 
 class FailsOnce(OnlineExtension):
-    """The second rank's first conversions fail, as the engine starts."""
+    """A second rank whose first conversions fail, as the engine starts."""
 
     times = 1
 
@@ -154,7 +154,7 @@ class FailsTwice(FailsOnce):
 
 
 class UnboundPatient(OnlinePatient):
-    """Leaves what kernels remember of a reload as it is."""
+    """A patient that leaves what kernels remember of a reload unchanged."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         references.rebind = lambda root, moved, skip: 0  # type: ignore[assignment]

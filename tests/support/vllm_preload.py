@@ -1,4 +1,4 @@
-"""Imported once by the fork server from which tests/support/vllm_engines.py forks its engines."""
+"""The imports of the fork server from which tests/support/vllm_engines.py forks its engines."""
 
 import vllm.entrypoints.llm
 import vllm.model_executor.models.mixtral

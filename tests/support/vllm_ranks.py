@@ -16,7 +16,7 @@ TIMEOUT_S = 300
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """What the function returns in a process of its own, forked from one that has imported vLLM."""
+    """Return the function's result from a process of its own, forked from one that has imported vLLM."""
     context = _context()
     pipe, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(theirs, function, args), daemon=True)
@@ -44,7 +44,7 @@ def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> N
 
 @contextmanager
 def loaded(folder: Path, rank: Any, weights: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
-    """(model, vllm_config) as load_format makes it: with zeros, or (weights) by vLLM's own loaders."""
+    """Yield (model, vllm_config) as load_format makes it: with zeros, or (weights) by vLLM's own loaders."""
     import torch
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -61,7 +61,7 @@ def loaded(folder: Path, rank: Any, weights: dict[str, Any] | None = None, **opt
 
 
 def bytes_of_ranks(folder: Path, sizes: tuple[int, int, int], options: dict[str, Any]) -> list[dict[str, str]]:
-    """Digests of what each rank of an engine (TP, PP, DP) has after vLLM's own load of this folder's checkpoint."""
+    """Return the digests of each rank of an engine (TP, PP, DP) after vLLM's own load of this folder's checkpoint."""
     from recipes.bench.sizes.ranks import Rank
 
     found = []
@@ -74,8 +74,8 @@ def bytes_of_ranks(folder: Path, sizes: tuple[int, int, int], options: dict[str,
 def plans_of_ranks(
     family: str, settings: dict[str, Any], sizes: tuple[int, int, int], options: dict[str, Any]
 ) -> tuple[dict[str, tuple[int, ...]], list[dict[str, Any]]]:
-    """From a configuration, without memory: the checkpoint's shapes, and of each rank of an engine (TP, PP, DP) what it
-    needs, the layers that are reloaded, and the parameters of others that are not made of pieces, each element once."""
+    """Return from a configuration alone the checkpoint's shapes, and for each rank of an engine (TP, PP, DP) what it
+    needs, the layers that are reloaded, and the parameters of others not made of pieces, each element once."""
     import tempfile
 
     import torch
@@ -118,12 +118,12 @@ def bytes_of(model: Any) -> dict[str, str]:
 
 
 def of_all_ranks(first: Path, second: Path) -> list[dict[str, Any]]:
-    """At TP 1, and both ranks of TP 2."""
+    """Return the results at TP 1, and of both ranks of TP 2."""
     return [update_by_slices(first, second, tp_size, tp) for tp_size, tp in ((1, 0), (2, 0), (2, 1))]
 
 
 def read_at_tp_2(folder: Path) -> list[int]:
-    """Bytes in the segments that each rank reads, from the configuration alone."""
+    """Return the bytes in the segments that each rank reads, from the configuration alone."""
     from recipes.bench.sizes.ranks import Rank
     from recipes.bench.sizes.slices import shares
 
@@ -132,7 +132,7 @@ def read_at_tp_2(folder: Path) -> list[int]:
 
 
 def without_a_row(first: Path, second: Path, tensor: str) -> dict[str, Any]:
-    """The same, with a plan that has lost a row of what it needs of one that is called like this."""
+    """Return the same with a plan that lacks a needed row of the tensor of this name."""
     return update_by_slices(first, second, 1, 0, lambda plan: lacking(plan, tensor))
 
 
@@ -186,9 +186,9 @@ def update_by_slices(
 
 
 def follow(paths: list[Path], tp: int, lacks: str = "") -> dict[str, Any]:
-    """One rank of TP 2 with the real store: two good versions, one of another shape, one with a tensor more.
+    """Run one rank of TP 2 with the real store: two good versions, one of another shape, one with a tensor more.
 
-    lacks: it has not seen that it needs the last row of a tensor that is called like this."""
+    lacks: it has not noticed that it needs the last row of the tensor of this name."""
     from recipes.bench.sizes.ranks import Rank
     from tensorhub_plugins.core import Client, Deadline, Publisher, start_server
     from tensorhub_plugins.vllm.config import WorkerConfig

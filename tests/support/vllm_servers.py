@@ -35,7 +35,7 @@ class Server:
         return requests.post(f"{self.url}/{route}", json=body, **{"timeout": REQUEST_TIMEOUT_S, **options})
 
     def complete(self, prompt: list[int], tokens: int, **options: Any) -> requests.Response:
-        """A greedy completion that does not end early."""
+        """Request a greedy completion that does not end early."""
         body = {"model": "actor", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         stream = bool(options.get("stream"))
         return self.post("v1/completions", {**body, "return_token_ids": True, "stream": stream}, **options)
@@ -70,9 +70,9 @@ def make_two_models(folder: Path) -> list[Path]:
 def serving(
     folder: Path, out: Path, extra: dict[str, Any], *options: str, hosts: tuple[str, ...] = ()
 ) -> Iterator[Server]:
-    """A server of the model in this folder that has its weights from the store. extra: keys of the loader.
+    """Run a server of the model in this folder that has its weights from the store. extra: keys of the loader.
 
-    hosts: what the hosts of this one engine are called, of several; each has its own processes, all on this machine.
+    hosts: names of the hosts of this one engine, if there are several; each has its own processes, all on this machine.
     """
     with starting(folder, out, extra, *options, hosts=hosts) as (server, processes):
         until(server.healthy, f"vllm serve answers ({server.log})", *processes)
@@ -83,7 +83,7 @@ def serving(
 def starting(
     folder: Path, out: Path, extra: dict[str, Any], *options: str, hosts: tuple[str, ...] = ()
 ) -> Iterator[tuple[Server, list[subprocess.Popen[bytes]]]]:
-    """The same, not waited for; and a process of each host."""
+    """Do the same without waiting; yield also a process of each host."""
     with ExitStack() as stack:
         port, meeting = free_port(), ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
         told = ["--load-format", "tensorhub", "--model-loader-extra-config", json.dumps(extra)]

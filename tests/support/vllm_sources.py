@@ -38,7 +38,7 @@ class Unreachable(Exception):
 
 class Sources:
     def __init__(self, version: str, root: Path | None = None) -> None:
-        """version: whole, as 0.29.0. root: the folder where its package lies; None: as said above."""
+        """Open the sources. version: in full, as 0.29.0. root: the folder of its package; None: as described above."""
         self.version = version
         self._root = root
         self._trees: dict[str, ast.Module | None] = {}
@@ -72,7 +72,7 @@ class Sources:
         return self._as_module(module, name)
 
     def members(self, module: str, owner: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
-        """Names that a class and its bases define, and their definitions; those of the class itself first."""
+        """Yield names that a class and its bases define, and their definitions; those of the class itself first."""
         for node in _statements(owner.body):
             if isinstance(node, Function | ast.ClassDef):
                 yield node.name, node
@@ -179,7 +179,7 @@ def _keep(path: Path, content: bytes) -> None:
 
 
 def _statements(body) -> Iterator[ast.stmt]:
-    """Statements of a module or class, also those under `if` and `try`."""
+    """Yield the statements of a module or class, also those under `if` and `try`."""
     for node in body:
         yield node
         for inner in ("body", "orelse", "finalbody"):

@@ -23,7 +23,7 @@ TIMEOUT_S = 20.0
 
 
 class Toy(torch.nn.Module):
-    """Its runtime layout is one fused tensor of the checkpoint's two."""
+    """A model whose runtime layout is one fused tensor of the checkpoint's two."""
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ def toy_checkpoint(value: float) -> dict[str, torch.Tensor]:
 
 
 def rehearsed(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal:
-    """Stands in for a rehearsal of vLLM's loaders that takes everything."""
+    """Replace a rehearsal of vLLM's loaders by one that takes everything."""
     return contract.Rehearsal(contract.shapes_of(tensors), frozenset(tensors))
 
 
 @pytest.fixture
 def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for vLLM's layerwise reload."""
+    """Replace vLLM's layerwise reload."""
 
     def load_all(model: Toy, vllm_config: Any, weights: Any, layers: Any = None) -> None:
         named = dict(weights)
@@ -56,7 +56,7 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engines:
-    """Makes updaters, and closes them."""
+    """A factory that makes updaters, and closes them."""
 
     def __init__(self, hub: Server, simulation: Simulation | None = None) -> None:
         self.hub, self._simulation = hub, simulation
@@ -87,7 +87,7 @@ class Engines:
 
 @pytest.fixture(params=["host", "device"])
 def engines(hub: Server, request: pytest.FixtureRequest) -> Iterator[Engines]:
-    """On the host, and on a simulated device, whose copies and kernels must all be ordered."""
+    """Yield engines on the host, and on a simulated device, whose copies and kernels must all be ordered."""
     with ExitStack() as stack:
         simulation = stack.enter_context(Simulation(0)) if request.param == "device" else None
         made = Engines(hub, simulation)
@@ -120,6 +120,6 @@ def update(updater: Updater, version: int) -> dict[str, Any]:
 
 
 def value(updater: Updater) -> float:
-    """What the whole model is filled with."""
+    """Return the value that fills the whole model."""
     (found,) = updater._model.fused.unique().tolist()
     return found

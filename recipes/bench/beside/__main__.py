@@ -57,7 +57,8 @@ def main() -> None:
 
 
 def table(found: dict[str, list[Measured]]) -> dict[str, dict[str, float]]:
-    """Of all rounds' steps together, beside those of idle. lost: how much less was decoded while one version came."""
+    """Print a table of all rounds' steps together, against those of idle, and return its figures. lost: how much less
+    was decoded while one version arrived."""
     print("| way | comes in ms | lost ms | p50 ms | p90 ms | p99 ms | longest ms | p50, times idle | p90 | p99 |")
     print("|", " | ".join(["---"] * 10), "|")
     figures: dict[str, dict[str, float]] = {}
@@ -80,7 +81,7 @@ def table(found: dict[str, list[Measured]]) -> dict[str, dict[str, float]]:
 
 
 class Measured(NamedTuple):
-    """Seconds: until the version was there, and of each decode step meanwhile."""
+    """The seconds until the version had arrived, and of each decode step meanwhile."""
 
     comes: float
     steps: list[float]
@@ -121,7 +122,7 @@ def measure(way: str, engine: Client, peers: dict[str, Connection]) -> Measured:
 
 
 def decode(goes_on: Callable[[], bool]) -> list[float]:
-    """Seconds of each step while it goes on."""
+    """Decode while `goes_on`, and return the seconds of each step."""
     weights, hidden = [torch.randn(64, 64) for _ in range(LAYERS)], torch.randn(4, 64)
     taken: list[float] = []
     while goes_on():

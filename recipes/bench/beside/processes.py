@@ -18,7 +18,7 @@ TIMEOUT_S = 120.0
 
 @contextmanager
 def process(name: str, hub: str = "") -> Iterator[Connection]:
-    """A worker of the store, or the hub, in a process of its own, which does what it is asked."""
+    """Start a worker of the store, or the hub, in a process of its own, which does what it is asked."""
     mine, theirs = multiprocessing.get_context("spawn").Pipe()
     started = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, name, hub), daemon=True)
     started.start()
@@ -73,7 +73,7 @@ def serve(pipe: Connection, name: str, hub: str) -> None:
 
 
 def worker_of(hub: str, name: str) -> Client:
-    """A trainer is read over TCP only, as if it was on another host; all others share their memory."""
+    """Make a worker: a trainer is read over TCP only, as if on another host; all others share their memory."""
     torch.set_num_threads(1)
     transports = ("tcp",) if name == "trainer" else ("shm", "tcp")
     return Client(hub, run="bench", model="m", replica=name, transports=transports)

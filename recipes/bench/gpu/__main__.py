@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def run(name: str, setting: Setting, limits: Limits) -> list[Figure]:
-    """The figures of one measurement; one that says why there is none, where it cannot be made here."""
+    """Return the figures of one measurement; one that says why there is none, if it cannot be made here."""
     figure: Callable[[Setting, Limits], list[Figure]] = FIGURES[name]
     with contextlib.ExitStack() as closing:
         closing.callback(setting.machine.release)

@@ -1,4 +1,4 @@
-"""What an engine that decodes notices of the store: installs, a fetch beside it, a start from a peer."""
+"""How an engine that decodes is affected by the store: installs, a fetch alongside, a start from a peer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _engine(setting: Setting) -> Engine:
 
 
 def _live(engine: Engine) -> dict[str, torch.Tensor]:
-    """Under the names that a source gives them."""
+    """Return the weights under the names that a source gives them."""
     return {f"t{at:04d}": tensor for at, tensor in enumerate(engine.weights.values())}
 
 
@@ -40,7 +40,7 @@ def _published(setting: Setting, weights: Mapping[str, torch.Tensor]) -> Setting
 
 
 def first_tokens(setting: Setting, limits: Limits) -> list[Figure]:
-    """A staged install into an engine whose decode step is captured, until its next token is there."""
+    """Measure a staged install into an engine whose decode step is captured, until its next token."""
     engine = _engine(setting)
     live, taken = _live(engine), []
     of = _published(setting, live)
@@ -94,7 +94,7 @@ def slowdowns(setting: Setting, limits: Limits) -> list[Figure]:
 
 
 def starts(setting: Setting, limits: Limits) -> list[Figure]:
-    """A new engine reads its weights from a running one's, in another process, until its first token."""
+    """Measure the start of an engine that reads its weights from a running one's process, until its first token."""
     transport = next(name for name in TRANSPORTS if unavailable(name) is None)
     first = _engine(setting)
     of = _published(setting, _live(first))
@@ -122,7 +122,7 @@ def starts(setting: Setting, limits: Limits) -> list[Figure]:
 
 
 def _latencies(engine: Engine, steps: int, goes_on: Callable[[], bool] = lambda: False) -> list[float]:
-    """Seconds of each decode step, at least so many."""
+    """Return the seconds of each decode step, at least so many."""
     taken: list[float] = []
     while len(taken) < steps or goes_on():
         began = time.perf_counter()

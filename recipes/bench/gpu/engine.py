@@ -20,7 +20,7 @@ STEPS_TO_WARM_UP = 3  # before a capture, as torch asks for
 
 
 def weights_of(version: int, *, layers: int, width: int) -> dict[str, torch.Tensor]:
-    """The weights of a version, on the host: bfloat16[width, width] and [width] for each layer."""
+    """Return the weights of a version, on the host: bfloat16[width, width] and [width] for each layer."""
     generator = torch.Generator().manual_seed(version)
     found = {}
     for layer in range(layers):
@@ -32,7 +32,7 @@ def weights_of(version: int, *, layers: int, width: int) -> dict[str, torch.Tens
 
 
 class Engine:
-    """Holds weights of version 0 until they are replaced in place."""
+    """An engine that holds weights of version 0 until they are replaced in place."""
 
     def __init__(self, device: torch.device, *, layers: int = 24, width: int = 1024, batch: int = 8) -> None:
         self.layers, self.width, self.device = layers, width, device
@@ -63,7 +63,7 @@ class Engine:
         self._graph = graph
 
     def step(self) -> None:
-        """One decode step; only queued, on a GPU."""
+        """Run one decode step; on a GPU it is only queued."""
         self.steps += 1
         with self._running():
             if self._graph is not None:
@@ -72,7 +72,7 @@ class Engine:
                 self._compute()
 
     def prefill(self) -> None:
-        """The same without a graph."""
+        """Run the same without a graph."""
         with self._running():
             self._compute()
 
@@ -83,18 +83,18 @@ class Engine:
 
     @property
     def mixed(self) -> int:
-        """How many steps saw two versions."""
+        """Return how many steps saw two versions."""
         self.finish()
         return int(self._mixed)
 
     @property
     def version(self) -> int:
-        """That of the weights, by what they carry."""
+        """Return the version that the weights carry."""
         self.finish()
         return int(self.weights["layers.0.bias"][0])
 
     def output(self) -> torch.Tensor:
-        """What the last step has computed, on the host."""
+        """Return the output of the last step, on the host."""
         self.finish()
         return self._output.cpu()
 

@@ -1,4 +1,4 @@
-"""What this machine can do, without the store: GB/s of the bare means."""
+"""The limits of this machine, without the store: GB/s of the bare means."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ STREAM_PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """GB/s. d2h, h2d: one pinned copy; device_copy: from device memory to device memory, counted once; memcpy, xxhash:
-    one thread; tcp: one plain stream over loopback."""
+    """The limits in GB/s. d2h, h2d: one pinned copy; device_copy: from device memory to device memory, counted once;
+    memcpy, xxhash: one thread; tcp: one plain stream over loopback."""
 
     d2h: float
     h2d: float
@@ -28,12 +28,12 @@ class Limits:
     tcp: float
 
     def best_of(self, other: Limits) -> Limits:
-        """The better of two runs, each."""
+        """Return the better of two runs, for each limit."""
         return Limits(**{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
 
 
 def measure(machine: Machine, size_bytes: int) -> Limits:
-    """All of them, with so many bytes."""
+    """Measure all limits, with so many bytes."""
     there, beside = machine.block(size_bytes), machine.block(size_bytes, 1)
     host, other = machine.host_block(size_bytes), torch.zeros(size_bytes, dtype=torch.uint8)
     threads = torch.get_num_threads()
@@ -55,7 +55,7 @@ def measure(machine: Machine, size_bytes: int) -> Limits:
 
 
 def _stream(view: memoryview) -> None:
-    """All bytes through one connection, to a thread that takes them into memory of its own."""
+    """Send all bytes through one connection, to a thread that receives them into memory of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = threading.Thread(target=_send, args=(listener.getsockname(), view))
         sender.start()

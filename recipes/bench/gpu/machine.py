@@ -1,4 +1,4 @@
-"""The device that is measured, or what stands for it; and the tensors."""
+"""The device that is measured, or its stand-in; and the tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tensorhub_plugins.core.drivers import Plain
 
 
 def shapes_of(layers: int, *, is_small: bool) -> list[tuple[int, ...]]:
-    """Of Qwen2.5-7B's tensors; small: a model of the same build of some megabytes."""
+    """Return the shapes of Qwen2.5-7B's tensors; small: of a model of the same structure with some megabytes."""
     hidden, narrow, wide, vocabulary = (128, 32, 512, 1000) if is_small else (3584, 512, 18944, 152064)
     layer = [(hidden, hidden), (hidden,), (narrow, hidden), (narrow,), (narrow, hidden), (narrow,), (hidden, hidden)]
     layer += [(wide, hidden), (wide, hidden), (hidden, wide), (hidden,), (hidden,)]
@@ -35,32 +35,32 @@ class Machine:
 
     @property
     def device(self) -> Device:
-        """The store's."""
+        """Return the store's device."""
         device = here() if self.is_gpu else Device("cpu", Plain())
         assert device is not None
         return device
 
     def tensors(self, shapes: list[tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
-        """bfloat16 on the device, of random bytes."""
+        """Return bfloat16 tensors of random bytes on the device."""
         generator = torch.Generator(self.torch_device).manual_seed(seed)
         return {f"t{at:04d}": self._random(2 * math.prod(shape), generator).view(torch.bfloat16).view(shape)
                 for at, shape in enumerate(shapes)}  # fmt: skip
 
     def block(self, size_bytes: int, seed: int = 0) -> torch.Tensor:
-        """uint8 on the device, of random bytes."""
+        """Return uint8 of random bytes on the device."""
         return self._random(size_bytes, torch.Generator(self.torch_device).manual_seed(seed))
 
     def host_block(self, size_bytes: int) -> torch.Tensor:
-        """uint8 in host memory that copies are fast from and to, touched."""
+        """Return uint8 in touched host memory that copies are fast from and to."""
         return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=self.is_gpu)
 
     def settle(self) -> None:
-        """Until the device is idle."""
+        """Wait until the device is idle."""
         if self.is_gpu:
             torch.cuda.synchronize()
 
     def timed(self, call: Callable[[], object], times: int) -> float:
-        """Seconds until the device is idle again: the median of these times, after one to warm up."""
+        """Return the seconds until the device is idle again: the median of these times, after one to warm up."""
         taken = []
         for _ in range(times + 1):
             self.settle()
@@ -71,14 +71,14 @@ class Machine:
         return statistics.median(taken[1:])
 
     def used_bytes(self) -> int:
-        """Of the device, by everybody."""
+        """Return how much of the device all processes use."""
         if not self.is_gpu:
             return 0
         free, total = torch.cuda.mem_get_info()
         return int(total - free)
 
     def release(self) -> None:
-        """What torch keeps of freed memory."""
+        """Release the freed memory that torch keeps."""
         if self.is_gpu:
             torch.cuda.empty_cache()
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Source:
-    """publish() has it publish new content; what that is, this process makes for itself, to compare."""
+    """A trainer process. publish() has it publish new content; this process computes the same content, to compare."""
 
     def __init__(self, address: str, setting: Setting, transport: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -29,7 +29,7 @@ class Source:
         child.close()
 
     def publish(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """The version, which is the only one, and what it holds."""
+        """Publish the next version, and return it, the only one, with its contents."""
         self._version += 1
         self._pipe.send(self._version)
         answer = self._pipe.recv()

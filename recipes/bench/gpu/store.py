@@ -1,4 +1,4 @@
-"""What the store takes for the same: copies, digests, publishes, fetches, installs."""
+"""The store's figures for the same work: copies, digests, publishes, fetches, installs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ LIMIT_SIZE_BYTES = 4 << 30
 
 
 class NotRun(Exception):
-    """Why a figure cannot be measured here."""
+    """A figure cannot be measured here, and why."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """seconds: of `size_bytes`; limit: the name of one of `Limits`, whose speed stands beside it. goal: the least ratio
-    of the two speeds; goal_s: the most seconds."""
+    """One measured figure. seconds: for `size_bytes`; limit: the name of one of `Limits`, to whose speed it is
+    compared. goal: the least ratio of the two speeds; goal_s: the most seconds."""
 
     name: str
     seconds: float = 0.0
@@ -53,14 +53,14 @@ class Figure:
     not_run: str = ""
 
     def against(self, limits: Limits) -> Figure:
-        """With what the limit was in this run."""
+        """Return it with the limit of this run."""
         if self.not_run or not self.limit:
             return self
         limit_gb_s = getattr(limits, self.limit)
         return replace(self, limit_gb_s=limit_gb_s, ratio=self.size_bytes / self.seconds / 1e9 / limit_gb_s)
 
     def as_text(self) -> str:
-        """One line."""
+        """Format it as one line."""
         start = f"{self.name:44}"
         if self.not_run:
             return f"{start} not run: {self.not_run}"
@@ -73,7 +73,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured, and how often."""
+    """The subject of the measurement, and the number of repetitions."""
 
     machine: Machine
     shapes: list[tuple[int, ...]]
@@ -85,11 +85,11 @@ class Setting:
 
     @property
     def limit_size_bytes(self) -> int:
-        """As much as a limit is measured with."""
+        """Return the size that limits are measured with."""
         return min(self.size_bytes, LIMIT_SIZE_BYTES)
 
     def tensors(self, seed: int) -> dict[str, torch.Tensor]:
-        """On the device."""
+        """Return the tensors on the device."""
         return self.machine.tensors(self.shapes, seed)
 
 
@@ -100,7 +100,7 @@ def check_equal(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.
 
 
 def copies(setting: Setting, limits: Limits) -> list[Figure]:
-    """All tensors of the model, down and up, as transports copy them."""
+    """Measure copies of all tensors of the model, down and up, as transports copy them."""
     machine, size_bytes = setting.machine, setting.size_bytes
     tensors = setting.tensors(1)
     flats = [tensor.view(-1).view(torch.uint8) for tensor in tensors.values()]
@@ -116,7 +116,7 @@ def copies(setting: Setting, limits: Limits) -> list[Figure]:
 
 
 def pins(setting: Setting, limits: Limits) -> list[Figure]:
-    """A slab is allocated, and pinned in the background."""
+    """Measure how long a slab is allocated, and pinned in the background."""
     if not setting.machine.is_gpu:
         raise NotRun("nothing is pinned without a GPU")
     size_bytes = setting.limit_size_bytes
@@ -129,7 +129,7 @@ def pins(setting: Setting, limits: Limits) -> list[Figure]:
 
 
 def digests(setting: Setting, limits: Limits) -> list[Figure]:
-    """Of a slab on the device."""
+    """Measure the digests of a slab on the device."""
     machine, found = setting.machine, []
     with Slab.adopt(setting.tensors(1)) as slab:
         taken = machine.timed(lambda: slab.manifest(), setting.times)
@@ -140,7 +140,7 @@ def digests(setting: Setting, limits: Limits) -> list[Figure]:
 
 
 def publishes(setting: Setting, limits: Limits) -> list[Figure]:
-    """How long the training step stands still."""
+    """Measure how long the training step is blocked."""
     tensors, found = setting.tensors(1), []
     with start_server() as server, client_of(server.address, "trainer") as trainer:
         trainer.retain(0)  # what is taken back need not be kept
@@ -160,7 +160,7 @@ def publishes(setting: Setting, limits: Limits) -> list[Figure]:
 
 
 def _in_background(setting: Setting, tensors: dict[str, torch.Tensor]) -> Figure:
-    """A snapshot in the device's memory, which comes to the host while the training goes on."""
+    """Measure a snapshot in device memory, which is copied to the host while the training continues."""
     model = [contiguous_spec(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     with start_server() as server:
         trainer = client_of(server.address, "trainer")
@@ -184,7 +184,7 @@ def _in_background(setting: Setting, tensors: dict[str, torch.Tensor]) -> Figure
 
 
 def fetches(transport: str, limit: str) -> Callable[[Setting, Limits], list[Figure]]:
-    """From another process's tensors on the device, by one transport."""
+    """Return a measurement of fetches from another process's tensors on the device, by one transport."""
 
     def fetch(setting: Setting, limits: Limits) -> list[Figure]:
         reason = unavailable(transport)
@@ -220,7 +220,7 @@ def fetches(transport: str, limit: str) -> Callable[[Setting, Limits], list[Figu
 
 
 def installs(setting: Setting, limits: Limits) -> list[Figure]:
-    """Staged: the bytes are in a pinned slab of this host, and the engine stands still while they are copied over."""
+    """Measure staged installs: the bytes are in a pinned slab of this host, and the engine pauses for the copy."""
     machine = setting.machine
     live, tensors = setting.tensors(1), setting.tensors(2)
     with start_server() as server, client_of(server.address, "trainer") as trainer:
@@ -234,7 +234,7 @@ def installs(setting: Setting, limits: Limits) -> list[Figure]:
 
 
 def client_of(address: str, replica: str, **options: Any) -> Client:
-    """Of this process."""
+    """Make a client of this process."""
     given = {"transports": ("tcp",), **options}
     return Client(address, run="bench", model="actor", replica=replica, **given)
 

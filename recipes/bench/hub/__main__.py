@@ -1,4 +1,4 @@
-"""The hub by itself: thousands of workers on the real wire, all of whom want a new version at once.
+"""The hub by itself: thousands of workers on the real wire, which all want a new version at once.
 
     python -m recipes.bench.hub                     # 512, 1,024, ... 8,192 workers
     python -m recipes.bench.hub --workers 8192 --shards 1
@@ -10,8 +10,8 @@ and a heartbeat a second. No weight byte moves, so that everybody asks at the sa
 Time runs from the trainer's Publish to the last worker's end. Service time is what the hub spends on one message, from
 its bytes to the last answer given to ZeroMQ. Beside it stands how busy the two cores were, so that one sees which of
 them the time is: the hub's (its thread and ZeroMQ's) or the workers'; and what the heartbeats alone take of the hub's
-core while nobody wants anything. The limit is the same wire with a hub that decodes every message and answers it with a
-constant.
+core while no worker wants anything. The limit is the same wire with a hub that decodes every message and answers with
+a constant.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _run(count: int, options: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 def _idle(hub_line: Connection) -> float:
-    """How much of its core the hub takes while nobody wants anything."""
+    """Return the share of its core that the hub takes while no worker wants anything."""
     used_s = []
     for wait_s in (IDLE_S, 0.0):
         hub_line.send("used")
@@ -175,7 +175,7 @@ def _hear(line: Connection, what: Any) -> Any:
 
 
 class _Timed(Server):
-    """Notes how long each message took, by the clock and on the processor."""
+    """A wrapper that records how long each message took, in wall time and processor time."""
 
     taken: list[float] = []
     cpu: list[float] = []
@@ -188,7 +188,7 @@ class _Timed(Server):
 
 
 class _Constant:
-    """A hub that thinks nothing."""
+    """A hub that computes nothing."""
 
     def __init__(self, session: bytes, now: float, limits: HubLimits, lease_key: bytes) -> None:
         self.session = session
@@ -243,7 +243,7 @@ def _serve(line: Connection, kind: str, cores: set[int], profile: Path | None) -
 
 
 def _used(server: Server) -> dict[str, float]:
-    """The processor's seconds up to now, of the hub's thread and of the others, which are ZeroMQ's; and the memory."""
+    """Return the processor seconds so far of the hub's thread and of the others, which are ZeroMQ's; and the memory."""
     thread_s = time.clock_gettime(time.pthread_getcpuclockid(server._thread.ident or 0))
     others_s = time.process_time() - thread_s - time.thread_time()
     return {"thread_s": thread_s, "zeromq_s": others_s, "memory_mb": _memory_mb()}
@@ -258,7 +258,7 @@ def _memory_mb() -> float:
 
 
 class _Wire:
-    """Many ZeroMQ sockets, one for each worker, and who has something to hear."""
+    """Many ZeroMQ sockets, one for each worker, and which of them have input."""
 
     def __init__(self, address: str, count: int) -> None:
         self.context = zmq.Context()

@@ -100,7 +100,7 @@ def shapes_of(work: str, layers: int) -> list[tuple[int, ...]]:
 
 
 def memcpy_s(shapes: list[tuple[int, ...]]) -> float:
-    """One thread copies all tensors into others, the faster of two times."""
+    """Return the seconds in which one thread copies all tensors into others, the faster of two times."""
     torch.set_num_threads(1)
     sources = [torch.ones(shape, dtype=torch.bfloat16) for shape in shapes]
     targets = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]

@@ -58,7 +58,7 @@ class Method:
     def set_up(self) -> None: ...
 
     def prepare(self, round_: int) -> None:
-        """Before the clock starts."""
+        """Prepare before the clock starts."""
 
     def run(self, round_: int) -> None:
         raise NotImplementedError
@@ -71,8 +71,8 @@ class Method:
 
 @dataclass
 class Store(Method):
-    """transports, verify, digest: as for Client. live: the source's tensors lie in memory that it shares. secret: the
-    run has one, so that hub and sources let in only who proves it."""
+    """The store. transports, verify, digest: as for Client. live: the source's tensors lie in memory that it shares.
+    secret: the run has one, so hub and sources admit only workers that prove it."""
 
     transports: tuple[str, ...] = ("shm", "tcp")
     verify: bool = True
@@ -159,7 +159,7 @@ class Stream(Method):
 
 
 def _batches(tensors: list[torch.Tensor], size_bytes: int = 4 << 20) -> Iterator[list[memoryview]]:
-    """All bytes in runs of about so many; a call for each large tensor would be a weaker stream."""
+    """Yield all bytes in batches of about this size; one call for each large tensor would be a weaker stream."""
     batch: list[memoryview] = []
     room = size_bytes
     for tensor in tensors:

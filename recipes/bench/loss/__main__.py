@@ -115,7 +115,7 @@ def _kill_busiest(
     *,
     freeze: bool,
 ) -> tuple[str, float]:
-    """Once the first reader has half of it. Returns who it was, and how much that reader had."""
+    """Kill the busiest source once the first reader has half. Return its name, and how much that reader had."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         traffic = {name: fabric.traffic_bytes(host) for name, host in hosts.items()}

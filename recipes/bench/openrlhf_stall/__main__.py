@@ -41,7 +41,7 @@ def command(path: str, arguments: argparse.Namespace) -> list[str]:
 
 
 def read_round(path: str, folder: Path) -> stalls.Round:
-    """The first updates are warm-up: connections, first allocations."""
+    """Read what one run left. The first updates are warm-up: connections, first allocations."""
     found = stalls.Round(path)
     for row in read_metrics(folder / "tensorboard"):
         if row["step"] > WARM_UP_STEPS:

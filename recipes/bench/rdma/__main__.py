@@ -108,7 +108,7 @@ def _whole(target: Slab) -> list[Move]:
 
 
 def _perftest_server(arguments: list[str]) -> None:
-    """One ib_read_bw after the other: each serves one reader."""
+    """Run one ib_read_bw after the other: each serves one reader."""
     while shutil.which("ib_read_bw") is not None:
         subprocess.run(_perftest(arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(0.1)  # not to spin where it cannot start
@@ -166,7 +166,7 @@ def _read_repeatedly(transport: Transport, endpoint: str, times: int) -> tuple[i
 
 
 def perftest_gb_per_s(host: str, arguments: list[str]) -> float | None:
-    """ib_read_bw's average in GB/s; None, and why on stderr, where it cannot be had."""
+    """Return ib_read_bw's average in GB/s; None, with the reason on stderr, if it cannot be measured."""
     if shutil.which("ib_read_bw") is None:
         print("ib_read_bw is not installed (perftest): no limit to compare with", file=sys.stderr)
         return None
@@ -182,7 +182,7 @@ def perftest_gb_per_s(host: str, arguments: list[str]) -> float | None:
 
 
 def parse_perftest(output: str) -> float | None:
-    """The average column of its table ("#bytes #iterations peak average messages"), from Gb/s to GB/s."""
+    """Return the average column of its table ("#bytes #iterations peak average messages"), from Gb/s to GB/s."""
     rows = re.findall(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$", output, re.MULTILINE)
     return float(rows[-1]) / 8 if rows else None
 

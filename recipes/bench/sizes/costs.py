@@ -1,4 +1,4 @@
-"""What one version costs in Python, step by step: all that looks at each tensor, or at each rank. No byte moves.
+"""The cost of one version in Python, step by step: everything that visits each tensor, or each rank. No byte moves.
 
 The trainer is one rank of many that FSDP2 shards a model over, the reader one worker of a tensor parallel engine: their
 own code, with memory that nothing is written to. A version comes twice, as the second one is what a run pays for again
@@ -64,7 +64,7 @@ VERSIONS = (1, 2)
 
 
 class Step(NamedTuple):
-    """once: it is not repeated for each version."""
+    """One step. once: it is not repeated for each version."""
 
     name: str
     tensors: int
@@ -100,7 +100,7 @@ class Stage:
 
 
 def measured(steps: Iterable[Step]) -> Iterator[Cost]:
-    """Each in turn: a step may need what those before it have left."""
+    """Run and measure the steps in turn: a step may need the results of earlier ones."""
     for step in steps:
         gc.collect()
         began = time.perf_counter()
@@ -142,7 +142,7 @@ def wholes(name: str, dtype: torch.dtype, shape: torch.Size) -> list[TensorSpec]
 
 
 def held_by(stage: Stage, rank: int, specs: list[TensorSpec]) -> Iterator[Held]:
-    """What FSDP2 has given it, before it is cut into slices: tensors without memory, all elements one."""
+    """Yield what FSDP2 has given a rank, before it is cut into slices: tensors without memory, all elements one."""
     boxes: dict[str, list[TensorSpec]] = {}
     for spec in stage.tables[rank]:
         boxes.setdefault(spec.tensor, []).append(spec)
@@ -161,7 +161,7 @@ def held_by(stage: Stage, rank: int, specs: list[TensorSpec]) -> Iterator[Held]:
 
 
 class NotWritten(Slab):
-    """Checks what it is given, and leaves it."""
+    """A target that checks what it is given, and does not write it."""
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         self._target_of(name, tensor)
@@ -169,7 +169,7 @@ class NotWritten(Slab):
 
 
 def publisher_of(stage: Stage, rank: int) -> Publisher:
-    """Whose client only allocates."""
+    """Make a publisher whose client only allocates."""
     pool = SlabPool()
 
     def allocate(specs: Iterable[TensorSpec], deadline: float) -> Slab:
@@ -184,7 +184,7 @@ def publisher_of(stage: Stage, rank: int) -> Publisher:
 
 
 def manifest_of(table: TensorTable, version: int) -> Manifest:
-    """With digests that are those of no bytes, and others for every version."""
+    """Return a manifest with digests of no bytes, different for every version."""
     size = segment_size_for(table.size_bytes)
     return Manifest(table, bytes([version]) * (DIGEST_BYTES * -(-table.size_bytes // size)), size)
 
@@ -193,7 +193,7 @@ def manifest_of(table: TensorTable, version: int) -> Manifest:
 
 
 class Crowd:
-    """A hub, the ranks that publish, and a worker that reads of all of them."""
+    """A hub, the ranks that publish, and a worker that reads from all of them."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage, self.requests = stage, itertools.count(1)
@@ -322,7 +322,7 @@ def of_a_reader(stage: Stage) -> Iterator[Step]:
 
 
 def of_a_transfer(stage: Stage, read: Reader, *, once: bool) -> Iterator[Step]:
-    """The machine, and the loop around it, with everything there at once."""
+    """Yield the steps of the machine, and of the loop around it, with everything available at once."""
     limits = TransferLimits()
     how: dict[str, Any] = {"deadline": FOR_EVER, "timeout_s": 1.0, "limits": limits, "in_part": True}
     machine = replication.Replication(read.version, 0, (CHECKPOINT,), False, **how)
@@ -371,7 +371,7 @@ def of_a_transfer(stage: Stage, read: Reader, *, once: bool) -> Iterator[Step]:
 
 
 def of_a_worker(stage: Stage) -> Iterator[Step]:
-    """What it does with what was fetched, before and in the pause."""
+    """Yield the steps of a worker with what was fetched, before and during the pause."""
     count, accepted = len(stage.shapes), contract.Rehearsal(stage.shapes, frozenset(stage.shapes), plan=stage.plan)
     checks = contract.Contract(None, None)  # type: ignore[arg-type]
     checks._accepted = accepted
@@ -409,8 +409,8 @@ def pairs(converts: conversion.Conversion, live: Mapping[str, torch.Tensor], giv
 
 
 def costs(name: str, ranks: int | None = None, tp: int | None = None) -> list[dict[str, Any]]:
-    """Of this model, by default with its own trainer and its largest engines; fields as of Cost. Call it in a process
-    of its own, see ranks.py."""
+    """Return the costs for this model, by default with its own trainer and its largest engines; fields as of Cost. Call
+    it in a process of its own, see ranks.py."""
     model = models.MODELS[name]
     ranks, tp = ranks or model.ranks, tp or model.tp[-1]
     config = model.config(model.layers)
@@ -426,7 +426,7 @@ def costs(name: str, ranks: int | None = None, tp: int | None = None) -> list[di
 
 
 def rows(found: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """The table, for people."""
+    """Yield the lines of the printed table."""
     yield "| step | entries | ranks | ms | per entry us | |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for each in found:
@@ -443,7 +443,7 @@ def steps(stage: Stage) -> Iterator[Step]:
 
 
 def plan_without_loaders(shapes: Shapes) -> Plan:
-    """Of a worker that takes half of every tensor, the upper or the left one."""
+    """Return the plan of a worker that takes half of every tensor, the upper or the left one."""
     needed = {}
     for name, (_, shape) in shapes.items():
         axis = 1 if "down_proj" in name else 0

@@ -11,7 +11,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [100, 101], [300, 7, 21, 44]]
 
 
 def serve(pipe: Any, folder: str, tp: int, host: str) -> None:
-    """Answers each (method, arguments): of all workers, or "generate"."""
+    """Answer each (method, arguments) from all workers, or "generate"."""
     os.environ.update(TENSORHUB_HOST=host, VLLM_CPU_OMP_THREADS_BIND="nobind")
     try:
         engine = start(folder, tp)
@@ -47,7 +47,7 @@ def start(folder: str, tp: int) -> Any:
 
 
 def generate(engine: Any) -> list[list[int]]:
-    """Greedy."""
+    """Generate greedily."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)

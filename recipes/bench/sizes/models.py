@@ -29,9 +29,10 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Model:
-    """family: its class in transformers. figures: see FIGURES. unlike: how many layers at the beginning are not like
-    all others. ranks: of its trainer. tp: sizes of its engines in the table. ep: of those whose ranks have whole
-    experts (`--enable-expert-parallel`), and slices of all else. dp: of those whose ranks have all else whole."""
+    """A model of the table. family: its class in transformers. figures: see FIGURES. unlike: how many layers at the
+    beginning differ from all others. ranks: its trainer's. tp: sizes of its engines in the table. ep: of those whose
+    ranks have whole experts (`--enable-expert-parallel`), and slices of all else. dp: of those whose ranks have all
+    else whole."""
 
     family: str
     figures: tuple[int, ...]
@@ -47,7 +48,7 @@ class Model:
         return self.figures[FIGURES.index("num_hidden_layers")]
 
     def config(self, layers: int) -> Any:
-        """transformers' configuration of the same model with so many layers."""
+        """Return transformers' configuration of the same model with so many layers."""
         import transformers
 
         settings = {**dict(zip(FIGURES, self.figures, strict=True)), **self.more, "num_hidden_layers": layers}
@@ -87,20 +88,20 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank of an engine. holds_bytes: of all that it runs, which is what its peers read."""
+    """One rank of an engine. holds_bytes: of everything that it runs, which is what its peers read."""
 
     plan: Plan
     holds_bytes: int
 
     def reads(self, table: TensorTable) -> int:
-        """Bytes that it fetches of a shard with this table."""
+        """Return the bytes that it fetches of a shard with this table."""
         return read_of(self.plan, table)
 
 
 def worker_of(model: Model, rank: Rank, *, experts: bool = False) -> Worker:
-    """experts: it has whole ones. Call it in a process of its own, see ranks.py. Layers that are alike are
-    planned for once: vLLM's loaders look through all experts for each tensor of one, and 94 layers of 128 take
-    minutes."""
+    """Plan for one rank. experts: it has whole ones. Call it in a process of its own, see ranks.py. Layers that are
+    alike are planned once: vLLM's loaders search all experts for each tensor of one, and 94 layers of 128 take minutes.
+    """
     few = min(max(model.unlike, 1) + 2, model.layers)  # the first one has what all of them share
     config = model.config(few)
     with _folder(config) as folder, made(folder, rank, enable_expert_parallel=experts) as (module, vllm_config):
@@ -118,13 +119,14 @@ def _folder(config: Any) -> Iterator[Path]:
 
 
 def deepened_plan(plan: Plan, few: int, layers: int) -> Plan:
-    """The same for a model with so many layers. Without its pieces, of which bytes do not depend."""
+    """Return the same plan for a model with so many layers, without its pieces, on which no byte count depends."""
     shapes, needed = deepened(plan.shapes, few, layers), deepened(plan.needed, few, layers)
     return replace(plan, shapes=shapes, needed=needed, pieces=())
 
 
 def deepened(named: Mapping[str, Value], few: int, layers: int) -> dict[str, Value]:
-    """By name, of a model with so many layers, of one that has `few` of them; all others are like its last one.
+    """Return values by name for a model with so many layers, from one with `few` of them; all others equal its last
+    one.
 
     ValueError if the last two of those are not alike.
     """

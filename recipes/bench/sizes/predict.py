@@ -1,4 +1,4 @@
-"""What one version costs, by three ways: who fetches, holds and asks for how much. Arithmetic on plans and tables.
+"""The cost of one version in three ways: what each process fetches, holds and requests. Arithmetic on plans and tables.
 
 now         each trainer rank publishes the parts that FSDP2 has given it, slice by slice; each worker of the engine
             that converts fetches what it needs; all others read what they run from a worker that has it, in
@@ -31,7 +31,7 @@ OF_RANK, OF_CONVERTER, OF_PEER = 3, 3, 5
 
 @dataclass(frozen=True)
 class Fleet:
-    """engines: of all hosts. workers: on one host."""
+    """The engines and hosts. engines: of all hosts. workers: on one host."""
 
     ranks: int
     tp: int
@@ -44,16 +44,16 @@ class Fleet:
 
     @property
     def converters(self) -> int:
-        """Workers of the engine that converts on its first host."""
+        """Return the workers of the engine that converts on its first host."""
         return min(self.tp, self.workers)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """In bytes, but requests. needed: by a worker that converts; fetched: by it. first, other: into the host of the
-    engine that converts, and into one without, from other hosts. memory: the most of the former host, for versions,
-    where peers read a copy; memory_live: where they read the live weights. part: of a trainer rank;
-    trainer: the most that it takes. gathered: what each trainer rank is given of other ranks."""
+    """The costs in bytes, but requests. needed: by a worker that converts; fetched: by it. first, other: into the host
+    of the engine that converts, and into one without, from other hosts. memory: the most on the former host, for
+    versions, where peers read a copy; memory_live: where they read the live weights. part: of a trainer rank; trainer:
+    the most that it takes. gathered: what each trainer rank receives from other ranks."""
 
     needed: int
     fetched: int
@@ -68,8 +68,8 @@ class Costs:
 
 
 def ways_by_engine(name: str) -> dict[str, dict[str, dict[str, int]]]:
-    """By engine and way, of all engines of this model; fields as of Costs. Call it in a process of its own, see
-    ranks.py."""
+    """Return the costs by engine and way, for all engines of this model; fields as of Costs. Call it in a process of
+    its own, see ranks.py."""
     model = MODELS[name]
     return {
         **{f"{name}, TP {tp}": _ways(model, Rank(tp_size=tp)) for tp in model.tp},
@@ -87,7 +87,7 @@ def _ways(model: Model, rank: Rank, *, experts: bool = False) -> dict[str, dict[
 
 
 def trainer_tables(shapes: Shapes, ranks: int, slices: int, *, experts: bool = True) -> list[TensorTable]:
-    """What each rank publishes of a model of these tensors that FSDP2 shards."""
+    """Return what each rank publishes of a model of these tensors that FSDP2 shards."""
     count = _experts(shapes)
     held: list[list[TensorSpec]] = [[] for _ in range(ranks)]
     for name, (dtype, shape) in shapes.items():
@@ -115,14 +115,14 @@ def _experts(shapes: Shapes) -> dict[str, int]:
 
 
 def _chunks(size: int, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """rank, first row and rows of what torch's chunk gives each rank; some ranks may have none."""
+    """Yield rank, first row and number of rows that torch's chunk gives each rank; some ranks may have none."""
     each = -(-size // ranks)
     for rank, first in enumerate(range(0, size, each)):
         yield rank, first, min(each, size - first)
 
 
 def now(workers: list[Worker], fleet: Fleet, tables: list[TensorTable]) -> Costs:
-    """workers: of one engine, or its first one, which stands for all."""
+    """Return the costs of the store today. workers: all of one engine, or its first one, which represents all."""
     needed = _mean([worker.plan.needed_bytes for worker in workers])
     fetched = _mean([sum(map(worker.reads, tables)) for worker in workers])
     part = max(table.size_bytes for table in tables)

@@ -18,7 +18,7 @@ import torch
 
 
 class Rank(NamedTuple):
-    """Of the tensor, the pipeline and the data parallel group: how many there are, and which one this is."""
+    """One rank of the tensor, the pipeline and the data parallel group: the size of each, and the rank in it."""
 
     tp_size: int = 1
     tp: int = 0
@@ -29,7 +29,7 @@ class Rank(NamedTuple):
 
     @staticmethod
     def all_of(tp_size: int = 1, pp_size: int = 1, dp_size: int = 1) -> list[Rank]:
-        """In the order of their shards."""
+        """Return all ranks in the order of their shards."""
         places = itertools.product(range(dp_size), range(pp_size), range(tp_size))
         return [Rank(tp_size, tp, pp_size, pp, dp_size, dp) for dp, pp, tp in places]
 
@@ -41,7 +41,7 @@ class Made(NamedTuple):
 
 @contextmanager
 def made(folder: Path, rank: Rank, *, device: str = "meta", **options: Any) -> Iterator[Made]:
-    """The model of this folder's config.json as that rank has it, not loaded; it is the rank within the block.
+    """Yield the model of this folder's config.json as that rank has it, not loaded; within the block this is that rank.
 
     options: of vLLM's engine. Call it in a process of its own: it starts torch.distributed.
     """
@@ -75,7 +75,7 @@ def made(folder: Path, rank: Rank, *, device: str = "meta", **options: Any) -> I
 
 @contextmanager
 def _real_expert_maps() -> Iterator[None]:
-    """Which experts a rank has is asked for as a layer is made."""
+    """Compute the expert maps on the CPU: a rank's experts are looked up while a layer is made."""
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 
     original = ExpertMapManager.__init__

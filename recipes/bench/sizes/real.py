@@ -2,7 +2,7 @@
 
 What is counted: bytes by source, of the workers' own reports; what the trainer's ranks have published, and their
 collectives; messages at the hub; and the memory that the kernel has given to the slabs (memfds) of a host's processes,
-each once, whoever maps it. Of the last version, when all memory has been taken, and the first of them costs no more.
+each once, however often it is mapped. For the last version, when all memory is allocated, and start-up costs are over.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SMALL = Model("Qwen2", (1024, 2048, 3, 8, 4, 8192), ranks=2, tp=(2,))  # its lar
 VERSIONS = 4
 START_TIMEOUT_S, CALL_TIMEOUT_S = 600.0, 240.0
 TOLERANCE = 0.02
-# What the hub hears of its own accord, and of who starts.
+# Messages that workers send by themselves, and at their start.
 NOT_OF_A_VERSION = (messages.Heartbeat, messages.Hello)
 
 
 def check(measured: Mapping[str, int], predicted: Mapping[str, int]) -> list[str]:
-    """The figures that are not within TOLERANCE of what was predicted, or are missing."""
+    """Return the figures that are not within TOLERANCE of the prediction, or are missing."""
     return [
         f"{name}: measured {measured.get(name)}, predicted {value}"
         for name, value in predicted.items()
@@ -47,7 +47,8 @@ def check(measured: Mapping[str, int], predicted: Mapping[str, int]) -> list[str
 
 
 def predicted(*, slices: int = SMALL.tp[0]) -> dict[str, int]:
-    """For trainers that cut matrices into so many slices. Call it in a process of its own, see ranks.py."""
+    """Return the prediction for trainers that cut matrices into so many slices. Run it in its own process, see
+    ranks.py."""
     tp = SMALL.tp[0]
     workers = [worker_of(SMALL, Rank(tp, rank)) for rank in range(tp)]
     tables = predict.trainer_tables(workers[0].plan.shapes, SMALL.ranks, slices)
@@ -64,7 +65,7 @@ def predicted(*, slices: int = SMALL.tp[0]) -> dict[str, int]:
 
 
 def measured() -> dict[str, int]:
-    """Of the last of VERSIONS versions."""
+    """Return the figures of the last of VERSIONS versions."""
     tp = SMALL.tp[0]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -102,7 +103,7 @@ def measured() -> dict[str, int]:
 
 
 def update(rollouts: list[Engine], version: int) -> list[dict[str, Any]]:
-    """All begin at once, the first one converts, and the other one uses what that has made. The reports of all their
+    """Update all at once: the first one converts, and the other one uses the result. Return the reports of all their
     workers."""
     reports = []
     for each in rollouts:
@@ -118,7 +119,7 @@ def update(rollouts: list[Engine], version: int) -> list[dict[str, Any]]:
 
 
 class Engine:
-    """vLLM, as in engine.py."""
+    """A vLLM engine, as in engine.py."""
 
     def __init__(self, folder: str, tp: int, replica: str, hub: str) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -142,7 +143,7 @@ class Engine:
         return self._answer(CALL_TIMEOUT_S)
 
     def await_all(self, what: str, value: object) -> None:
-        """Until all workers' polls say so."""
+        """Wait until all workers' polls report this value."""
         deadline = time.monotonic() + CALL_TIMEOUT_S
         while True:
             polls = self.call("tensorhub_poll")
@@ -202,7 +203,7 @@ def heard(rank: subprocess.Popen[str]) -> dict[str, Any]:
 
 @contextmanager
 def counted_requests() -> Iterator[Counter[str]]:
-    """What hubs of this process are asked, by kind."""
+    """Count what hubs of this process are asked, by kind."""
     counts: Counter[str] = Counter()
     handle = hub_machine.Hub.handle
 
@@ -219,7 +220,7 @@ def counted_requests() -> Iterator[Counter[str]]:
 
 
 def memory(processes: list[int]) -> dict[int, int]:
-    """Of the slabs that these processes, and those that they have started, hold open: by inode, in bytes."""
+    """Return the memory of the slabs that these processes and their descendants hold open: by inode, in bytes."""
     found: dict[int, int] = {}
     for process in (each for parent in processes for each in (parent, *children(parent))):
         for link in Path(f"/proc/{process}/fd").iterdir():
@@ -231,7 +232,7 @@ def memory(processes: list[int]) -> dict[int, int]:
 
 
 def children(process: int) -> list[int]:
-    """Of any generation."""
+    """Return the descendants of any generation."""
     direct = [
         int(child)
         for thread in Path(f"/proc/{process}/task").glob("*/children")

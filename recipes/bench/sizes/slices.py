@@ -3,8 +3,8 @@
     for share in shares(folder, shapes, (1, 2, 4, 8)): ...
 
 vLLM's class is made on the meta device for each rank, and its own loaders run over tensors of these shapes, as a worker
-plans its fetch (worker/plan.py). What a plan says was not put to the test here: a layer that this machine packs after
-loading it is reloaded all the same, and only an engine finds that out.
+plans its fetch (worker/plan.py). The plan is not validated here: a layer that this machine packs after loading it is
+reloaded all the same, and only an engine detects that.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tensorhub_plugins.vllm.worker.plan import Plan, Region, Shapes, contiguous_
 
 @dataclass(frozen=True)
 class Share:
-    """Of one rank, in bytes. needed: what the plan names. read: the segments that hold a byte of it, as of a trainer
-    that publishes everything in one shard, slice by slice (`Publisher(slices=)`, the size of the group). read_of_whole:
-    the same of one that publishes whole matrices. process: layers that plain copies cannot fill."""
+    """The share of one rank, in bytes. needed: what the plan names. read: the segments that hold a byte of it, from a
+    trainer that publishes everything in one shard, slice by slice (`Publisher(slices=)`, the size of the group).
+    read_of_whole: the same from one that publishes whole matrices. process: layers that plain copies cannot fill."""
 
     rank: Rank
     checkpoint: int
@@ -38,7 +38,7 @@ class Share:
 
 
 def shares(folder: Path, shapes: Shapes, ranks: Iterable[Rank], **options: Any) -> Iterator[Share]:
-    """Of these ranks of the model of this folder's config.json, for a checkpoint of these shapes.
+    """Yield the shares of these ranks of the model of this folder's config.json, for a checkpoint of these shapes.
 
     options: of vLLM's engine. VersionRefused for a checkpoint that would not fill the model. Call it in a process of
     its own: it starts torch.distributed.
@@ -58,7 +58,7 @@ def planned(model: torch.nn.Module, vllm_config: Any, shapes: Shapes) -> Plan:
 
 
 def read_bytes(plan: Plan, slices: int, *, experts: bool) -> int:
-    """Of all segments that hold a byte of what is needed."""
+    """Return the bytes of all segments that hold a needed byte."""
     wholes = (
         spec
         for name, (dtype, shape) in plan.shapes.items()
@@ -70,7 +70,7 @@ def read_bytes(plan: Plan, slices: int, *, experts: bool) -> int:
 
 
 def read_of(plan: Plan, table: TensorTable) -> int:
-    """Bytes of all segments of a shard with this table that hold a byte of what is needed."""
+    """Return the bytes of all segments of a shard with this table that hold a needed byte."""
     size = segment_size_for(table.size_bytes)
     read: set[int] = set()
     for spec, start in zip(table, table.offsets, strict=True):
@@ -83,7 +83,7 @@ def read_of(plan: Plan, table: TensorTable) -> int:
 
 
 def _within(region: Region, spec: TensorSpec) -> Region | None:
-    """What both have in common, as a region of the latter."""
+    """Return the intersection, as a region of the latter."""
     here = Region(spec.part.start, spec.shape) if spec.part is not None else whole_region(spec.shape)
     common = common_box(region.box, here.box)
     if common is None:
@@ -115,7 +115,7 @@ def _stretches(
 
 
 def shapes_of_config(config: Any) -> Mapping[str, tuple[torch.dtype, torch.Size]]:
-    """Of the checkpoint that transformers' class of this configuration saves, in bfloat16."""
+    """Return the shapes of the checkpoint that transformers' class of this configuration saves, in bfloat16."""
     import transformers
 
     kind = getattr(transformers, config.architectures[0])

@@ -16,7 +16,7 @@ TIMEOUT_S = 120.0
 
 
 class Collectives(TorchDispatchMode):
-    """Counts them."""
+    """A counter of collectives."""
 
     count = 0
 
@@ -26,7 +26,7 @@ class Collectives(TorchDispatchMode):
 
 
 def main(rank: int, ranks: int, slices: int, folder: str, hub: str) -> None:
-    """torch's environment says where the ranks meet."""
+    """Run one rank; torch's environment variables say where the ranks meet."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

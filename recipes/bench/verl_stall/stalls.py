@@ -18,7 +18,7 @@ SILENT = "    until its next token"
 
 @dataclass
 class Stall:
-    """One replica, one update."""
+    """One update of one replica."""
 
     closed_s: float  # from the call that stops the engine to the return of the call that lets it go on
     silent_s: float  # from the last token before to the first token after
@@ -27,7 +27,7 @@ class Stall:
 
 @dataclass
 class Round:
-    """One run."""
+    """The figures of one run."""
 
     path: str  # "stock" or "pull"
     waits_s: list[float] = field(default_factory=list)  # of the trainer for an update, one a step
@@ -36,8 +36,8 @@ class Round:
 
 
 def find_stalls(notes: Iterable[dict[str, Any]]) -> list[Stall]:
-    """`notes` of one engine, in order. A stall counts if answers were in flight and tokens came before and after:
-    then the replica had something to generate, and did not."""
+    """Return the stalls of one engine's notes, in order. A stall counts if answers were in flight and tokens came
+    before and after: then the replica had something to generate, and did not."""
     notes = list(notes)
     tokens = [note["at"] for note in notes if note["what"] == "tokens"]
     stalls, stop = [], None
@@ -56,7 +56,7 @@ def find_stalls(notes: Iterable[dict[str, Any]]) -> list[Stall]:
 
 
 def read_round(path: str, folder: Path, skip_steps: int) -> Round:
-    """folder: what one run left. The first `skip_steps` updates are warm-up: connections, first allocations."""
+    """Read what one run left in `folder`. The first `skip_steps` updates are warm-up: connections, allocations."""
     found = Round(path)
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -81,8 +81,8 @@ class Line:
 
 
 def compare(rounds: Sequence[Round], wait: str) -> list[Line]:
-    """Medians over all updates of all rounds. wait: what the trainer waits in. Raises ValueError when one side has
-    nothing measured."""
+    """Return the medians over all updates of all rounds. wait: what the trainer waits in. Raises ValueError when one
+    side has nothing measured."""
     measures = {
         f"(a) the trainer waits in {wait}": lambda r: r.waits_s,
         CLOSED: lambda r: [stall.closed_s for stall in r.stalls],

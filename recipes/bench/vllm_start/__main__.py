@@ -101,7 +101,7 @@ def in_process(context: Any, function: Any, *arguments: Any) -> Any:
 
 
 class Peer:
-    """An engine that has the model and serves it, under a model's name of its own."""
+    """An engine that has the model and serves it, under a model name of its own."""
 
     def __init__(self, context: Any, model: Path, hub: Server, name: str, serve_from: str) -> None:
         self._pipe, theirs = context.Pipe()

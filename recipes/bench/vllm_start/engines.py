@@ -1,4 +1,4 @@
-"""What the benchmark runs in processes of its own. Not in __main__, which a fork server cannot import."""
+"""The functions that the benchmark runs in processes of their own. In __main__ a fork server could not import them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def peer(pipe: Any, model: Path, hub: str, name: str, serve_from: str) -> None:
 
 
 def side(name: str, model: Path, bare: Path, hub: str, size_bytes: int) -> float:
-    """Seconds."""
+    """Run one side, and return its seconds."""
     file, (what, _, how) = model / "model.safetensors", name.partition(", ")
     limits = {"memcpy": memcpy, "new memory": new_memory, "tcp": loopback}
     if what in limits:
@@ -86,7 +86,7 @@ def start(model: Path, load_format: str, extra: dict[str, Any]) -> Any:
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """Bytes of its weights."""
+    """Make the model, and return the bytes of its weights."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -129,7 +129,7 @@ def new_memory(size_bytes: int) -> float:
 
 
 def loopback(size_bytes: int) -> float:
-    """From touched into touched memory, by two threads."""
+    """Send from touched into touched memory, by two threads, and return the seconds."""
     import torch
 
     source, target = (memoryview(torch.ones(size_bytes, dtype=torch.uint8).numpy()) for _ in range(2))
@@ -156,7 +156,7 @@ def forget(file: Path) -> None:
 
 
 def read(file: Path) -> float:
-    """Seconds to read it, which also puts it into the page cache."""
+    """Read the file, which also puts it into the page cache, and return the seconds."""
     buffer = bytearray(CHUNK_SIZE_BYTES)
     began = time.perf_counter()
     with open(file, "rb", buffering=0) as opened:

@@ -102,7 +102,7 @@ def summary(workload: str, play: dict[str, Any]) -> str:
 
 
 def make_model(options: argparse.Namespace) -> tuple[Path, Path]:
-    """Folders with and without weights."""
+    """Make folders with and without weights."""
     model = options.out / f"model-{options.size}"
     bare = options.out / f"model-{options.size}-without-weights"
     if not model.exists():

@@ -22,14 +22,14 @@ SLICE_SIZE_BYTES = 1 << 20  # what a host passes on before it has all of a bucke
 
 class Collective(GlooCheckpointEngine):
     def __init__(self, host: str | None = None) -> None:
-        """host: this is the trainer's first rank, and others find it under this address."""
+        """Make one end. host: this is the trainer's first rank, and others find it under this address."""
         super().__init__(BUCKET_SIZE_BYTES)
         if host is not None:
             self.host = host
             self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
 
     def join(self, rank: int, world_size: int, master: tuple[str, int]) -> None:
-        """A group of this size; kept if there is one. Returns when all have joined."""
+        """Join a group of this size, kept if there is one; return when all have joined."""
         self.init_process_group(rank, world_size, master)
         if not isinstance(self.group, Ring):
             self.group = Ring(self.group, rank, world_size)
@@ -40,7 +40,7 @@ class Collective(GlooCheckpointEngine):
         self.finalize()
 
     def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each is to be used before the next is asked for. The next bucket arrives meanwhile."""
+        """Yield the tensors; use each before the next is requested. The next bucket arrives meanwhile."""
         self.prepare()
         with asyncio.Runner() as runner:
             coming = aiter(self.receive_weights())
@@ -57,7 +57,7 @@ async def _next(coming: Any) -> Any:
 
 
 class Ring:
-    """NCCL's way of a broadcast: every rank passes on to the next one what it has, slice by slice."""
+    """A broadcast in NCCL's way: every rank forwards what it has to the next one, slice by slice."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group, self._rank, self._size = group, rank, size
@@ -78,4 +78,4 @@ class Ring:
         return self
 
     def wait(self) -> None:
-        """It has ended already."""
+        """Do nothing: it has ended already."""

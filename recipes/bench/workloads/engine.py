@@ -1,7 +1,7 @@
 """One rollout engine on a host of its own: vLLM in this process, which generates all the time.
 
 A thread owns the engine and steps it; whatever is asked of the engine runs there, between two steps. The stopwatch is
-there, too: a pause begins when the last step has ended and ends when the next one may begin, whoever asked for it.
+there, too: a pause begins when the last step has ended and ends when the next one may begin, whatever asked for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Notes = list[dict[str, Any]]
 
 
 class Engine:
-    """What the benchmark calls. The process waits, with everything imported, until `start`."""
+    """The interface that the benchmark calls. The process waits, with everything imported, until `start`."""
 
     def __init__(self, name: str, address: str, data_center: str, sequences: int) -> None:
         self.name, self.address, self.data_center = name, address, data_center
@@ -59,9 +59,9 @@ class Engine:
         return {"load_s": load_s, "ready": now()}
 
     def read_the_trainer(self) -> None:
-        """A plain star: this engine reads the trainer alone and serves nothing. Call it before `start`.
+        """Make a plain star: this engine reads the trainer alone and serves nothing. Call it before `start`.
 
-        The store itself does so with models whose raw copies say too little to be traded."""
+        The store itself does so with models whose raw copies are insufficient."""
         from tensorhub_plugins.vllm.worker.conversion import Conversion
 
         Conversion.hidden = property(lambda self: ("it is a star",), lambda self, value: None)
@@ -132,7 +132,7 @@ class Engine:
     # --- stock: it is told ---
 
     def join(self, rank: int, world_size: int, master: tuple[str, int]) -> None:
-        """The group with the trainer; returns when all are in it."""
+        """Join the group with the trainer; return when all have joined."""
         if self._collective is None:
             self._collective = Collective()
         self._collective.join(rank, world_size, master)
@@ -141,7 +141,7 @@ class Engine:
         self._ask(self._pause)
 
     def load(self, version: int) -> None:
-        """Its part of a broadcast, straight into the model. (verl hands them on to vLLM's process.)"""
+        """Take part in a broadcast, straight into the model. (verl hands the tensors to vLLM's process.)"""
         self._ask(self._load)
         self.version = version
 
@@ -151,14 +151,14 @@ class Engine:
     # --- what it tells ---
 
     def wait_version(self, version: int) -> float:
-        """When it had gone on with it."""
+        """Return when it resumed with this version."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.version >= version and not self._is_paused, TIMEOUT_S):
                 raise TimeoutError(f"{self.name} has version {self.version}, not {version}")
         return next(note["at"] for note in reversed(self._notes) if note["what"] == "go")
 
     def wait_token(self, after: float) -> float:
-        """When the first step after that had given tokens."""
+        """Return when the first step after that instant had returned tokens."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._token_after(after) is not None, TIMEOUT_S):
                 raise TimeoutError(f"{self.name} gives no tokens")
@@ -178,7 +178,7 @@ class Engine:
         return list(self._notes)
 
     def digests(self) -> dict[str, str]:
-        """Of the live weights, by Hugging Face name."""
+        """Return the digests of the live weights, by Hugging Face name."""
         from tensorhub_plugins.vllm.worker.digests import of_live
 
         worker = self._core.model_executor.driver_worker.worker
@@ -186,7 +186,7 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """The process ends now."""
+        """Do nothing: the process ends now."""
 
     # --- in the engine's thread ---
 
@@ -213,7 +213,7 @@ class Engine:
             self._note("tokens", count=len(outputs))
 
     def _pause(self) -> None:
-        """As a server does it: requests are kept, and computed anew from their tokens."""
+        """Pause as a server does: requests are kept, and computed anew from their tokens."""
         self._note("stop")
         self._core.pause_scheduler(mode="keep", clear_cache=True)
         self._is_paused = True
@@ -225,7 +225,7 @@ class Engine:
             self._note("go")
 
     def _load(self) -> None:
-        """What verl's vLLM worker does with the weights of an unquantized model."""
+        """Load as verl's vLLM worker does for an unquantized model."""
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         assert self._collective is not None

@@ -1,4 +1,4 @@
-"""The picture of the benchmark: how long everybody stood still (above), and when, in the first round (below)."""
+"""The picture of the benchmark: how long engines paused (above), and when, in the first round (below)."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Play = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Pause:
-    """One engine stood still; in seconds of the machine's clock."""
+    """A pause of one engine, in seconds of the machine's clock."""
 
     began: float  # its last step had ended
     ended: float  # the next one might begin
@@ -37,8 +37,8 @@ class Pause:
 
 
 def pauses(notes: Iterable[Mapping[str, Any]]) -> list[Pause]:
-    """Of one engine's notes, in order. One without tokens before is its start and does not count; one without tokens
-    after is a ValueError: then nobody knows how long it was."""
+    """Return the pauses in one engine's notes, in order. One without tokens before it is the start and does not count;
+    one without tokens after it is a ValueError: its length is unknown."""
     notes = list(notes)
     tokens = [note["at"] for note in notes if note["what"] == "tokens"]
     found: list[Pause] = []
@@ -60,21 +60,21 @@ def pauses(notes: Iterable[Mapping[str, Any]]) -> list[Pause]:
 
 
 def counted(play: Play) -> list[Mapping[str, Any]]:
-    """The updates that count."""
+    """Return the updates that count."""
     return list(play["updates"][WARM_UP:])
 
 
 def window(play: Play) -> tuple[float, float]:
-    """From the first moment that counts to the last."""
+    """Return the first and the last moment that count."""
     if play["join"] is not None:
         return play["join"]["asked"], play["ended"]
     return counted(play)[0]["began"], play["ended"]
 
 
 def stalls(play: Play, place: str | None = None) -> list[list[Pause]]:
-    """Of each engine (or each of one site) that was there before, within the window.
+    """Return the pauses of each engine (or each of one site) that was there before, within the window.
 
-    Raises ValueError when an engine did not stand still once for every version, as then another thing was measured."""
+    Raises ValueError unless each engine paused once for every version, as something else was measured then."""
     began, _ = window(play)
     found = []
     for engine in play["engines"]:
@@ -95,7 +95,7 @@ def _versions(play: Play) -> int:
 
 
 def stall_s(place: str | None = None) -> Callable[[Play], float]:
-    """For one version, summed over the engines; the mean of the versions."""
+    """Return a measure: the pauses for one version, summed over the engines; the mean of the versions."""
 
     def mean(play: Play) -> float:
         return sum(pause.ended - pause.began for own in stalls(play, place) for pause in own) / _versions(play)
@@ -104,7 +104,7 @@ def stall_s(place: str | None = None) -> Callable[[Play], float]:
 
 
 def usual_stall_s(place: str | None = None) -> Callable[[Play], float]:
-    """The same for the median version: an engine's first conversion, for one, comes once in its life."""
+    """Return the same for the median version: an engine's first conversion, for one, happens only once."""
 
     def middle(play: Play) -> float:
         versions = zip(*stalls(play, place), strict=True)
@@ -124,7 +124,7 @@ def trainer_s(play: Play) -> float:
 
 
 def everywhere_s(play: Play) -> float:
-    """Until all engines run it."""
+    """Return the seconds until all engines run it."""
     return median(update["done"] - update["began"] for update in counted(play))
 
 
@@ -133,12 +133,13 @@ def first_token_s(play: Play) -> float:
 
 
 def weights_s(play: Play) -> float:
-    """Of that, to make the model and get its weights: of a store all at once, else a start without and a broadcast."""
+    """Return how much of it makes the model and gets its weights: with a store in one step, else a start and a
+    broadcast."""
     return float(play["join"]["weights_s"])
 
 
 def everyones_stall_s(play: Play) -> float:
-    """What the paper counts: the newcomer without weights, and the others while they stand still for it."""
+    """Return what the paper counts: the time without weights of the new engine, and the pauses of the others for it."""
     return weights_s(play) + stall_s()(play)
 
 
@@ -147,12 +148,12 @@ def whole_start_s(play: Play) -> float:
 
 
 def copies_sent(play: Play) -> float:
-    """Of the model, by the trainer's host, for one version; headers included."""
+    """Return the copies of the model that the trainer's host sends for one version; headers included."""
     return float(play["sent_bytes"]) / play["limits"]["size_bytes"] / _versions(play)
 
 
 def tokens_per_s(play: Play) -> float:
-    """Of all engines that were there before."""
+    """Return the tokens per second of all engines that were there before."""
     began, ended = window(play)
     own = [engine for engine in play["engines"] if engine["name"] != JOINER]
     return sum(n for engine in own for at, n in engine["tokens"] if began <= at <= ended) / (ended - began)
@@ -202,7 +203,7 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """One measure; the medians of the rounds."""
+    """One measure, with the medians of the rounds."""
 
     what: str
     unit: str
@@ -211,7 +212,7 @@ class Line:
     rounds: dict[str, list[float]]
 
     def ratio(self, other: str) -> float:
-        """How many times better than this path the store is; infinite where it costs nothing."""
+        """Return how many times better than this path the store is; infinite if it costs nothing."""
         ours, theirs = self.values["store"], self.values[other]
         if self.unit == "/s":  # more is better
             ours, theirs = theirs, ours
@@ -231,7 +232,7 @@ class Report:
 
     @property
     def worst_ratio(self) -> float:
-        """Of what counts, to stock."""
+        """Return the worst ratio to stock among the measures that count."""
         return min(line.ratio("stock") for line in self.lines if line.counts)
 
     @property
@@ -240,7 +241,7 @@ class Report:
 
     @property
     def best_collective_s(self) -> float:
-        """What no broadcast to engines that stand still can be below: one bare stream, for each of them."""
+        """Return a lower bound of any broadcast to paused engines: one bare stream for each of them."""
         return self.engines * self.stream_s
 
     def to_dict(self) -> dict[str, Any]:
@@ -274,7 +275,7 @@ class Report:
 
 
 def make_report(workload: str, plays: Sequence[Play]) -> Report:
-    """plays: of this workload, on all paths, of all rounds. Raises ValueError where one path was never run."""
+    """Make the report. plays: this workload's, on all paths, of all rounds. ValueError if one path was never run."""
     by_path = {path: [play for play in plays if play["path"] == path] for path in PATHS[workload]}
     lacking = [path for path, own in by_path.items() if not own]
     if lacking:

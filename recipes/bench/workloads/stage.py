@@ -1,4 +1,4 @@
-"""One run of one workload on one path: hosts, a trainer, engines, and what the stopwatches say."""
+"""One run of one workload on one path: hosts, a trainer, engines, and the stopwatches' results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ JOIN_S = 10.0
 
 @dataclass(frozen=True)
 class Setting:
-    """How large everything is."""
+    """The sizes of everything."""
 
     model: Path  # with weights
     bare: Path  # without: what engines are made from
@@ -55,13 +55,13 @@ ROLLOUTS = {  # where they are; the trainer is in the east
 
 
 def import_all() -> None:
-    """Once, before the processes of the hosts are forked from this one."""
+    """Import once, before the processes of the hosts are forked from this one."""
     for name in IMPORTS:
         importlib.import_module(name)
 
 
 def play(workload: str, path: str, setting: Setting, imports_s: float | None = None) -> dict[str, Any]:
-    """What happened, for report.py. imports_s: what another path of this round has measured."""
+    """Run it, and return what happened, for report.py. imports_s: as measured on another path of this round."""
     with stage(workload, setting) as (wires, hub, trainer, engines):
         fleet = make_fleet(path, trainer, setting, hub)
         limits = _limits(trainer, engines[-1])
@@ -101,7 +101,7 @@ def play(workload: str, path: str, setting: Setting, imports_s: float | None = N
 
 @contextmanager
 def stage(workload: str, setting: Setting) -> Iterator[tuple[Network, Host, Host, list[Host]]]:
-    """The network, and hosts with a process each: the hub's, the trainer's, the engines', one that joins at the end."""
+    """Yield the network, and hosts with a process each: the hub's, the trainer's, the engines', one that joins."""
     places = list(ROLLOUTS[workload]) + (["east"] if workload == "elastic" else [])
     with ExitStack() as stack:
         wires = stack.enter_context(Network())
@@ -126,7 +126,7 @@ def sent_bytes(wires: Network, host: Host) -> int:
 
 
 def imports_take_s() -> float:
-    """What an engine that was not waiting would need besides; measured while the others generate."""
+    """Return the seconds of imports that an engine would need in addition, measured while the others generate."""
     began = now()
     subprocess.run([sys.executable, "-c", "import " + ", ".join(IMPORTS)], check=True, stderr=subprocess.DEVNULL)
     return now() - began
@@ -137,7 +137,8 @@ def sleep_until(moment: float) -> None:
 
 
 def _limits(trainer: Host, engine: Host) -> dict[str, float]:
-    """Before anything generates: a copy of the weights in memory, and one bare connection to the last engine's host."""
+    """Measure two limits before anything generates: a copy of the weights, and one connection to the last engine's
+    host."""
     size_bytes = trainer.call("size_bytes")
     receiver = Host(engine.name, engine.address, engine.port, engine.mbit)
     receiver.start(partial(Receiver, size_bytes))
@@ -169,7 +170,7 @@ def all_at_once(hosts: Sequence[Host], method: str, *arguments: Any) -> list[Any
 
 
 class Store:
-    """Engines follow by themselves. star: they read the trainer alone."""
+    """The store, whose engines follow by themselves. star: they read the trainer alone."""
 
     def __init__(self, trainer: Host, setting: Setting, hub: Host, *, star: bool) -> None:
         self.trainer, self.setting, self.star = trainer, setting, star
@@ -216,7 +217,7 @@ class Store:
 
 
 class Stock:
-    """As verl 0.9.1 does it: everybody stops, the trainer broadcasts, everybody loads, everybody goes on."""
+    """The path of verl 0.9.1: all engines pause, the trainer broadcasts, all load, all resume."""
 
     def __init__(self, trainer: Host, setting: Setting) -> None:
         self.trainer, self.setting = trainer, setting
@@ -238,7 +239,7 @@ class Stock:
         return {"began": began, "trainer_s": ended - began, "done": ended}
 
     def _meet(self, engines: Sequence[Host]) -> None:
-        """The group is kept while its members are the same."""
+        """Form the group, which is kept while its members are the same."""
         size = 1 + len(engines)
         self.trainer.tell("join", size)
         for rank, engine in enumerate(engines, 1):
@@ -247,7 +248,7 @@ class Stock:
             host.answer()
 
     def join(self, joiner: Host, engines: Sequence[Host]) -> dict[str, Any]:
-        """No group can be joined. So the others go on until the engine is there, then a larger group is made."""
+        """Add an engine. A group cannot be joined: the others go on until it is there, then a larger group is made."""
         asked = now()
         made = joiner.call("start", self.setting.bare, "dummy", {}, False)
         update = self.update(1 + WARM_UP, [*engines, joiner])
@@ -262,8 +263,8 @@ class Stock:
 
 
 class Restart(Stock):
-    """As Stock; and for another engine the whole job starts again, from a checkpoint. At its best: new processes wait
-    with everything imported, and there is neither Ray nor an optimizer."""
+    """The path of Stock, but for another engine the whole job starts again, from a checkpoint. At its best: new
+    processes wait with everything imported, and there is neither Ray nor an optimizer."""
 
     def join(self, joiner: Host, engines: Sequence[Host]) -> dict[str, Any]:
         asked = now()

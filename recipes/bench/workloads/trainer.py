@@ -1,4 +1,4 @@
-"""The trainer on a host of its own: the weights, new ones when told, and the two ways to hand them out."""
+"""The trainer on a host of its own: the weights, new ones on request, and the two ways to distribute them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COPIES = 7
 
 
 class Trainer(Stream):
-    """What the benchmark calls."""
+    """The interface that the benchmark calls."""
 
     def __init__(self, model: Path, address: str, data_center: str) -> None:
         torch.set_num_threads(1)
@@ -28,7 +28,7 @@ class Trainer(Stream):
         self._model, self._address, self._data_center = model, address, data_center
 
     def train(self, step: int) -> None:
-        """Other weights; the same on every path."""
+        """Change the weights, in the same way on every path."""
         torch.manual_seed(step)
         for tensor in self.tensors.values():
             tensor.add_(0.01 * torch.randn(tensor.shape).to(tensor.dtype))
@@ -37,7 +37,7 @@ class Trainer(Stream):
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def memcpy_s(self) -> float:
-        """The limit of a stall: one copy of the weights in memory."""
+        """Return the limit of a stall: the seconds of one copy of the weights in memory."""
         targets = [torch.zeros_like(tensor) for tensor in self.tensors.values()]
         times = []
         for _ in range(COPIES):
@@ -48,7 +48,7 @@ class Trainer(Stream):
         return statistics.median(times)
 
     def save(self) -> Path:
-        """As a checkpoint in a folder beside the model's."""
+        """Save a checkpoint in a folder next to the model's."""
         folder = self._model.with_name(f"{self._model.name}-saved")
         folder.mkdir(exist_ok=True)
         save_file(self.tensors, folder / "model.safetensors")
@@ -72,7 +72,7 @@ class Trainer(Stream):
         self._publisher = Publisher(client, rank=0, ranks=1, worker="trainer", keep=2, timeout_s=TIMEOUT_S)
 
     def publish(self, version: int) -> tuple[float, float]:
-        """When that began and ended."""
+        """Publish this version, and return when that began and ended."""
         began = now()
         self._publisher.publish(version, self.tensors.items())
         return began, now()
@@ -80,7 +80,7 @@ class Trainer(Stream):
     # --- stock ---
 
     def lead(self) -> tuple[str, int]:
-        """Where the others find it, to make a group."""
+        """Return the address where the others find it, to make a group."""
         self._collective = Collective(self._address)
         return self._address, self._collective.store.port
 
@@ -91,7 +91,7 @@ class Trainer(Stream):
         self._collective.send(self.tensors.items())
 
     def close(self) -> None:
-        """The process ends now."""
+        """Do nothing: the process ends now."""
 
 
 class Receiver(Stream):
@@ -101,4 +101,4 @@ class Receiver(Stream):
         self.tensors = {"all": torch.ones(size_bytes, dtype=torch.uint8)}
 
     def close(self) -> None:
-        """The process ends now."""
+        """Do nothing: the process ends now."""

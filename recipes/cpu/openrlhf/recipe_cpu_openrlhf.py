@@ -34,7 +34,7 @@ def install() -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module when that has been imported."""
+    """An import hook that calls a function with a module once that is imported."""
 
     def __init__(self, patches) -> None:
         self.patches = patches
@@ -55,7 +55,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _Device(str):
-    """OpenRLHF passes it to Tensor.to(), and formats it into f"cuda:{device}"."""
+    """A device index for OpenRLHF, which passes it to Tensor.to() and formats it into f"cuda:{device}"."""
 
     def __format__(self, _):
         return "0"
@@ -97,7 +97,7 @@ def _patch_ray(ray) -> None:
 
 
 def _patch_vllm_linears(module) -> None:
-    """vLLM's CPU build packs every linear; `model.load_weights` on a running engine then changes nothing."""
+    """Keep linears plain. vLLM's CPU build packs them: `model.load_weights` would then change nothing."""
     import torch
 
     def keep_plain(layer, remove_weight):
@@ -107,7 +107,7 @@ def _patch_vllm_linears(module) -> None:
 
 
 class _GlooGroup:
-    """What OpenRLHF uses of vLLM's PyNcclCommunicator."""
+    """The subset of vLLM's PyNcclCommunicator that OpenRLHF uses."""
 
     def __init__(self, group) -> None:
         self.group = group

@@ -20,7 +20,7 @@ from verl.single_controller.ray.base import RayWorkerGroup
 
 
 class _CpuModule(types.ModuleType):
-    """torch.cpu, and the calls on memory and random state that torch.cuda has and torch.cpu lacks."""
+    """A torch.cpu with the calls on memory and random state that torch.cuda has and torch.cpu lacks."""
 
     def __getattr__(self, name):
         return getattr(torch.cpu, name)
@@ -73,7 +73,7 @@ class _CpuModule(types.ModuleType):
 
 
 class _CpuIndex(str):
-    """verl passes it to Tensor.to(), where an int would mean cuda:<int>, and formats it into f"cpu:{index}"."""
+    """A device index for verl: Tensor.to() would take an int for cuda:<int>, and it formats it into f"cpu:{index}"."""
 
     def __format__(self, _):
         return "0"

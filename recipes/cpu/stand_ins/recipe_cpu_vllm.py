@@ -1,4 +1,4 @@
-"""What vLLM's CPU build lacks. Loaded as a vLLM general plug-in.
+"""The parts that vLLM's CPU build lacks. Loaded as a vLLM general plug-in.
 
 For mixtures of experts whose data parallel ranks share them: the CPU's communicator has no `all_gatherv` and no
 `reduce_scatterv`, by which ranks with different numbers of tokens hand these to the experts and get them back.

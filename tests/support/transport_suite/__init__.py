@@ -1,4 +1,4 @@
-"""What a transport has to do to be one, as checks that anybody can run against their own; see conformance.py."""
+"""The requirements of a transport, as checks that any author can run against their own; see conformance.py."""
 
 from transport_suite.conformance import Report, TransportSuite, check_transport
 from transport_suite.material import ConformanceError, blank_like, sample_tensors

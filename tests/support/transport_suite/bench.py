@@ -1,4 +1,4 @@
-"""What the cases of the conformance suite need: sources, links, and waits that end."""
+"""The fixtures of the conformance suite's cases: sources, links, and waits that end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Bench:
-    """Makes the transports of one suite; the options are those of `TransportSuite`."""
+    """A factory for the transports of one suite; the options are those of `TransportSuite`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Bench:
 
     @contextlib.contextmanager
     def source(self) -> Iterator[Source]:
-        """A source of its own for one case, closed at the end."""
+        """Yield a source of its own for one case, closed at the end."""
         source = Source(self.make_source(), self.slabs, self.adopt)
         try:
             yield source
@@ -68,7 +68,7 @@ class Bench:
 
     @contextlib.contextmanager
     def link(self, source: Source) -> Iterator[Link]:
-        """A link to this source, closed at the end."""
+        """Yield a link to this source, closed at the end."""
         with (
             contextlib.closing(self.make()) as reader,
             contextlib.closing(reader.connect(source.endpoint, deadline=far())) as link,
@@ -79,7 +79,7 @@ class Bench:
     def reading(
         self, tensors: Mapping[str, torch.Tensor] | None = None, segment_size_bytes: int = SEGMENT_SIZE_BYTES
     ) -> Iterator[tuple[Offer, Source, Link]]:
-        """A source of these tensors and a link that has opened them."""
+        """Yield a source of these tensors and a link that has opened them."""
         with self.source() as source:
             offer = source.offer({} if tensors is None else tensors, segment_size_bytes=segment_size_bytes)
             with self.link(source) as link:
@@ -87,7 +87,7 @@ class Bench:
                 yield offer, source, link
 
     def process(self) -> Peer:
-        """A source in another process, ended at the end."""
+        """Return a source in another process, ended at the end."""
         if self._peer is None or not self._peer.alive():
             self._peer = self.make_peer()
         return self._peer
@@ -96,7 +96,7 @@ class Bench:
         return link.open(key, 1, deadline=far())
 
     def read_all(self, link: Link, manifest: Manifest, target: Slab, moves: Sequence[Move] | None = None) -> list[int]:
-        """All segments, each verified. moves: None for a target that is laid out as the source is."""
+        """Read and verify all segments. moves: None for a target with the source's layout."""
         moves = moves_to(manifest, manifest.offsets) if moves is None else moves
         segments = []
         for segment in link.read(range(manifest.segment_count), target, moves, deadline=far()):
@@ -114,7 +114,7 @@ class Bench:
         require(not rest, f"segments {rest} were yielded twice")
 
     def soon(self, call: Callable[[], T], what: str) -> T:
-        """What must happen within our patience, though its own deadline may be far."""
+        """Do what must happen within our patience, though its own deadline may be far."""
         outcome: list[T] = []
         problem: list[BaseException] = []
 

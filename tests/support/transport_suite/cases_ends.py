@@ -94,7 +94,7 @@ def check_close_while_reading(bench: Bench) -> None:
 
 
 def check_nothing_leaks(bench: Bench) -> None:
-    """Threads, descriptors and memory are no more after many lives than before, whatever way they ended."""
+    """Check that no threads, descriptors or memory are left behind by many connections, however these ended."""
     tensors = {"a": make_tensor("uint8", (4 * SEGMENT_SIZE_BYTES,), seed=22)}
 
     def live_once() -> None:
@@ -119,8 +119,8 @@ def check_nothing_leaks(bench: Bench) -> None:
 
 
 def check_nothing_is_written_after_the_end(bench: Bench) -> None:
-    """A read that has ended, at its deadline, dropped or cut off, leaves its target to others, though its source goes
-    on."""
+    """Check that a read that has ended, at its deadline, dropped or cut off, no longer writes into its target, even
+    though its source goes on."""
     tensors = {"a": make_tensor("uint8", (8 * SEGMENT_SIZE_BYTES,), seed=27)}
     for how in ("deadline", "dropped", "closed"):
         with bench.source() as source:
@@ -256,7 +256,7 @@ def check_killed_reader(bench: Bench) -> None:
 
 
 def check_garbage(bench: Bench) -> None:
-    """Strangers are hung up on, cost little, leave a line in the log, and disturb nobody who is reading."""
+    """Check that strangers are disconnected, cost little, leave a line in the log, and disturb no reader."""
     tensors = {"a": make_tensor("uint8", (6 * SEGMENT_SIZE_BYTES,), seed=25)}
     with bench.source() as source, log_lines() as lines:
         offer = source.offer(tensors, ready=False)
@@ -284,7 +284,7 @@ def check_garbage(bench: Bench) -> None:
 
 
 def check_impostor(bench: Bench) -> None:
-    """Who answers at the endpoint is no source: it talks nonsense, says nothing, or hangs up."""
+    """Check an impostor at the endpoint: it sends nonsense or nothing, or hangs up."""
     with bench.source() as source:
         address = address_of(source.endpoint)
     assert address is not None

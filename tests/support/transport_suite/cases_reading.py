@@ -38,7 +38,7 @@ from transport_suite.peers import Victim
 
 
 def check_exact_bytes(bench: Bench) -> None:
-    """Every dtype, scalars, nothing at all, tensors far smaller and far bigger than a segment, odd strides."""
+    """Check every dtype, scalars, nothing at all, tensors far smaller and far bigger than a segment, odd strides."""
     for kind in ("allocated", "adopted"):
         tensors = sample_tensors(seed=1)
         with bench.source() as source:
@@ -57,7 +57,7 @@ def check_exact_bytes(bench: Bench) -> None:
 
 
 def check_again_on_the_same_link(bench: Bench) -> None:
-    """A link reads one version after another, and an unpublished one in between does it no harm."""
+    """Check that a link reads one version after another, and an unpublished one in between does no harm."""
     with bench.source() as source, bench.link(source) as link:
         for version in (1, 2, 3):
             tensors = sample_tensors(seed=version)
@@ -72,7 +72,7 @@ def check_again_on_the_same_link(bench: Bench) -> None:
 
 
 def check_only_what_was_asked_for(bench: Bench) -> None:
-    """Some segments, not in order: the rest of the target stays untouched."""
+    """Check some segments, not in order: the rest of the target stays untouched."""
     tensors = {"a": make_tensor("uint8", (40 * SEGMENT_SIZE_BYTES + 5,), seed=3)}
     with bench.reading(tensors) as (offer, _, link):
         asked = [40, 0, 7, 8, 9, 3, 22]
@@ -91,7 +91,7 @@ def check_only_what_was_asked_for(bench: Bench) -> None:
 
 
 def check_several_shards_into_one_target(bench: Bench) -> None:
-    """Two shards whose names interleave, and unwanted tensors of both, which are digested all the same."""
+    """Check two shards whose names interleave, and unwanted tensors of both, which are digested all the same."""
     tensors = sample_tensors(seed=4)
     names = sorted(tensors)
     wanted = {name: tensor for index, (name, tensor) in enumerate(sorted(tensors.items())) if index % 5}
@@ -110,7 +110,7 @@ def check_several_shards_into_one_target(bench: Bench) -> None:
 
 
 def check_nothing_wanted(bench: Bench) -> None:
-    """A read of nothing writes nothing."""
+    """Check that a read of nothing writes nothing."""
     tensors = sample_tensors(seed=5)
     with bench.reading(tensors) as (offer, _, link):
         target = {"other": make_tensor("uint8", (1 << 20,), seed=6)}  # could hold any of them by mistake
@@ -120,7 +120,7 @@ def check_nothing_wanted(bench: Bench) -> None:
 
 
 def check_empty_shard(bench: Bench) -> None:
-    """No tensors, or none with any bytes."""
+    """Check a shard without tensors, or without any bytes."""
     for tensors in ({}, {"a": torch.empty(0, 3), "b": torch.empty(0, dtype=torch.int8)}):
         with bench.reading(tensors) as (offer, _, link):
             got = bench.read_all(link, offer.manifest, bench.adopt(blank_like(tensors)))
@@ -129,7 +129,7 @@ def check_empty_shard(bench: Bench) -> None:
 
 
 def check_many_tiny_tensors(bench: Bench) -> None:
-    """More in a segment than one system call takes buffers, in memory of their own."""
+    """Check more tensors in a segment than one system call takes buffers, in memory of their own."""
     tensors = {f"t{index:05d}": make_tensor("bfloat16", (1 + index % 5,), seed=index) for index in range(5000)}
     with bench.reading(tensors, segment_size_bytes=1 << 20) as (offer, _, link):
         target = blank_like(tensors)
@@ -138,7 +138,7 @@ def check_many_tiny_tensors(bench: Bench) -> None:
 
 
 def check_many_readers(bench: Bench) -> None:
-    """Several readers at a time get the same bytes."""
+    """Check that several readers at a time get the same bytes."""
     tensors = {"a": make_tensor("uint8", (8 << 20,), seed=7)}
     with bench.source() as source:
         offer = source.offer(tensors, segment_size_bytes=1 << 20)
@@ -166,8 +166,8 @@ def check_many_readers(bench: Bench) -> None:
 
 
 def check_changed_bytes_show(bench: Bench) -> None:
-    """A broken contract is detected: digest() is computed from what arrived, not copied from the manifest. The first
-    byte counts, and the last one of the last segment, which is shorter."""
+    """Check that a broken contract is detected: digest() is computed from what arrived, not copied from the manifest.
+    The first byte counts, and the last one of the last segment, which is shorter."""
     tensors = {"a": make_tensor("uint8", (8 * SEGMENT_SIZE_BYTES - 13,), seed=8)}
     with bench.source() as source:
         offer = source.offer(tensors)
@@ -212,7 +212,7 @@ def check_wrong_use(bench: Bench) -> None:
 
 
 def check_pipelined(bench: Bench) -> None:
-    """A segment is yielded as soon as it is ready, and not served before."""
+    """Check that a segment is yielded as soon as it is ready, and not served before."""
     tensors = {"a": make_tensor("uint8", (6 * SEGMENT_SIZE_BYTES,), seed=10)}
     with bench.source() as source:
         offer = source.offer(tensors, ready=False)
@@ -235,7 +235,7 @@ def check_pipelined(bench: Bench) -> None:
 
 
 def check_late_segment(bench: Bench) -> None:
-    """A source whose segment does not arrive: what is there is yielded, then SourceLost at the deadline."""
+    """Check a source whose segment does not arrive: ready ones are yielded, then SourceLost at the deadline."""
     tensors = {"a": make_tensor("uint8", (4 * SEGMENT_SIZE_BYTES,), seed=11)}
     with bench.source() as source:
         offer = source.offer(tensors, ready=False)
@@ -251,7 +251,7 @@ def check_late_segment(bench: Bench) -> None:
 
 
 def check_waiting_source_says_so(bench: Bench) -> None:
-    """A source that waits for bytes itself is heard of, again and again, and names the segments it waited for."""
+    """Check that a source that waits for bytes itself reports so repeatedly, and names the segments it waited for."""
     tensors = {"a": make_tensor("uint8", (4 * SEGMENT_SIZE_BYTES,), seed=27)}
     with bench.source() as source:
         offer = source.offer(tensors, ready=False)
@@ -284,7 +284,7 @@ def check_waiting_source_says_so(bench: Bench) -> None:
 
 
 def check_expected_offer(bench: Bench) -> None:
-    """A reader that asks for an offer which is about to be made waits for it; of any other it hears at once."""
+    """Check that a reader waits for an offer which is about to be made; for any other it gets an answer at once."""
     tensors = {"a": make_tensor("uint8", (3 * SEGMENT_SIZE_BYTES,), seed=28)}
     with bench.source() as source, bench.link(source) as link:
         key = ShardKey(1, "checkpoint")
@@ -311,7 +311,7 @@ def check_expected_offer(bench: Bench) -> None:
 
 
 def check_more_while_reading(bench: Bench) -> None:
-    """What else is wanted is asked for and read while the first segments still arrive."""
+    """Check that further segments are requested and read while the first ones still arrive."""
     tensors = {"a": make_tensor("uint8", (6 * SEGMENT_SIZE_BYTES,), seed=29)}
     with bench.reading(tensors) as (offer, _, link):
         later = [[4, 2], [5]]
@@ -327,7 +327,7 @@ def check_more_while_reading(bench: Bench) -> None:
 
 
 def check_withdrawn_in_mid_read(bench: Bench) -> None:
-    """withdraw() returns soon although a reader waits for more, which learns of it long before its deadline."""
+    """Check that withdraw() returns soon although a reader waits, which learns of it long before its deadline."""
     tensors = {"a": make_tensor("uint8", (8 * SEGMENT_SIZE_BYTES,), seed=12)}
     with bench.source() as source:
         offer = source.offer(tensors, ready=False)
@@ -352,7 +352,7 @@ def check_withdrawn_in_mid_read(bench: Bench) -> None:
 
 
 def check_withdrawn_before_read(bench: Bench) -> None:
-    """Opened and left alone: withdrawing does not wait for that reader, and it does not read."""
+    """Check an offer that is opened and left alone: withdrawing does not wait for that reader, and it does not read."""
     tensors = {"a": make_tensor("uint8", (8 * SEGMENT_SIZE_BYTES,), seed=13)}
     with bench.reading(tensors) as (offer, _, link):
         bench.soon(offer.withdraw, "return from withdraw()")
@@ -362,7 +362,7 @@ def check_withdrawn_before_read(bench: Bench) -> None:
 
 
 def check_never_torn(bench: Bench) -> None:
-    """The owner overwrites its memory the moment withdraw() returns, at all stages of a read."""
+    """Overwrite the owner's memory the moment withdraw() returns, at all stages of a read."""
     size_bytes, count = 16 << 20, 64
     tensors = {"a": make_tensor("uint8", (size_bytes,), seed=14)}
     target = blank_like(tensors)
@@ -383,7 +383,7 @@ def check_never_torn(bench: Bench) -> None:
 
 
 def check_published_anew(bench: Bench) -> None:
-    """check() tells the offer that was read from its successor under the same name."""
+    """Check that check() distinguishes the offer that was read from its successor under the same name."""
     tensors = {"a": make_tensor("uint8", (3 * SEGMENT_SIZE_BYTES,), seed=15)}
     with bench.source() as source, bench.link(source) as link:
         offer = source.offer(tensors)
@@ -398,7 +398,7 @@ def check_published_anew(bench: Bench) -> None:
 
 
 def check_readers_are_counted(bench: Bench) -> None:
-    """The offer knows how many read it, and of each that it has left."""
+    """Check that the offer counts its readers, and notices when each has left."""
     tensors = {"a": make_tensor("uint8", (3 * SEGMENT_SIZE_BYTES,), seed=17)}
     with bench.source() as source:
         offer = source.offer(tensors)
@@ -415,7 +415,7 @@ def check_readers_are_counted(bench: Bench) -> None:
 
 
 def check_reader_gives_up(bench: Bench) -> None:
-    """An iterator that is dropped in the middle frees the source, and costs only this link."""
+    """Check that an iterator dropped in the middle frees the source, and costs only this link."""
     tensors = {"a": make_tensor("uint8", (16 << 20,), seed=18)}
     with bench.source() as source:
         offer = source.offer(tensors, segment_size_bytes=1 << 20)
@@ -433,7 +433,7 @@ def check_reader_gives_up(bench: Bench) -> None:
 
 
 def check_slow_reader_stalls_nobody(bench: Bench) -> None:
-    """One reader stops with more on its way than any buffer holds; another one is served meanwhile."""
+    """Check that one reader stops with more in flight than any buffer holds, while another one is served."""
     size_bytes = 64 << 20
     tensors = {"a": make_tensor("uint8", (size_bytes,), seed=19)}
     with bench.source() as source:

@@ -1,4 +1,4 @@
-"""What a transport has to do to be one, as checks that anybody can run against their own.
+"""The requirements of a transport, as checks that any author can run against their own.
 
     def test_my_transport():
         check_transport(MyTransport)                    # a class or a function without arguments, importable by name
@@ -46,7 +46,7 @@ _NEEDS_SOCKET = frozenset({"garbage", "impostor"})
 
 @dataclass(frozen=True)
 class Report:
-    """What check_transport did. skipped: case -> reason."""
+    """The result of check_transport. skipped: case -> reason."""
 
     passed: tuple[str, ...]
     skipped: dict[str, str]
@@ -68,8 +68,9 @@ def check_transport(make_transport: MakeTransport, **options: Any) -> Report:
 
 
 class TransportSuite:
-    """make_transport: called for every source and every reader; must be importable, as peers are other processes.
+    """The cases for one transport.
 
+    make_transport: called for every source and every reader; must be importable, as peers are other processes.
     make_source: another factory for the sources, to test one release's readers against another's sources.
     processes: False for a transport that does not leave its process; cases that need another one are skipped.
     garbage: what strangers send, in addition to what they send everywhere: bytes that look like this transport's own.
@@ -118,7 +119,7 @@ class TransportSuite:
         self._bench.close()
 
     def skip_reason(self, case: str) -> str | None:
-        """Why a case cannot run for this transport; None: it can."""
+        """Return why a case cannot run for this transport; None: it can."""
         if case in _NEEDS_PROCESSES and not self._processes:
             return "this transport does not leave its process"
         if case in _NEEDS_SOCKET:

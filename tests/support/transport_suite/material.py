@@ -1,4 +1,4 @@
-"""What the conformance suite is made of: tensors, garbage, and how a broken promise is said."""
+"""The material of the conformance suite: tensors, garbage, and the report of a broken promise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ConformanceError(AssertionError):
 
 
 def sample_tensors(seed: int) -> dict[str, torch.Tensor]:
-    """One of every dtype torch has and can hold plainly, of odd sizes, some strided, some empty, one big."""
+    """Return one of every dtype torch has and can hold plainly, of odd sizes, some strided, some empty, one big."""
     dtypes = sorted(
         {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
     )
@@ -62,7 +62,7 @@ def sample_tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def blank_like(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the same dtypes, shapes and strides, every byte 0xA5."""
+    """Return tensors of the same dtypes, shapes and strides, every byte 0xA5."""
     return {name: _like(tensor) for name, tensor in tensors.items()}
 
 
@@ -102,20 +102,20 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """A dense tensor's bytes in memory order, read without any code that is tested here."""
+    """Return a dense tensor's bytes in memory order, read without any code that is tested here."""
     if tensor.device.type != "cpu":
         tensor = host_copy(flat_bytes(tensor), torch.uint8)
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""
 
 
 def moves_to(manifest: Manifest, offsets: Sequence[int]) -> list[Move]:
-    """The moves of whole tensors to these offsets of a target's stream; -1: not wanted."""
+    """Return the moves of whole tensors to these offsets of a target's stream; -1: not wanted."""
     wanted = zip(manifest.tensors, manifest.offsets, offsets, strict=True)
     return [Move(start, offset, spec.size_bytes) for spec, start, offset in wanted if offset >= 0 and spec.size_bytes]
 
 
 def read_equal(link: Link, segments: Sequence[int], target: Slab, **options: Any) -> Iterator[int]:
-    """`link.read` into a target that is laid out as the source is."""
+    """Read by `link.read` into a target with the source's layout."""
     return link.read(segments, target, [Move(0, 0, target.size_bytes)], **options)
 
 
@@ -142,17 +142,17 @@ def raises(kind: type[BaseException], what: str) -> Iterator[None]:
 
 
 def far() -> float:
-    """A deadline that no case reaches."""
+    """Return a deadline that no case reaches."""
     return time.monotonic() + FAR_S
 
 
 def near() -> float:
-    """A deadline that a case waits for."""
+    """Return a deadline that a case waits for."""
     return time.monotonic() + NEAR_S
 
 
 def resources() -> tuple[int, ...]:
-    """How many threads and descriptors this process has, and how many bytes of memory that it shares with others."""
+    """Return how many threads and descriptors this process has, and how many bytes of memory it shares with others."""
     fds = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     with open("/proc/self/maps") as maps:
         ranges = [line.split()[0].split("-") for line in maps if line.split()[1].endswith("s")]
@@ -161,7 +161,7 @@ def resources() -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def traced_memory() -> Iterator[Callable[[], int]]:
-    """How much more memory than at the beginning Python held at most, touched or not."""
+    """Yield a function that returns by how much Python's memory grew at most, touched or not."""
     grown = 0
     tracemalloc.start()
     try:
@@ -173,18 +173,18 @@ def traced_memory() -> Iterator[Callable[[], int]]:
 
 
 def waits_since(progress: LinkProgress, instant: float) -> bool:
-    """Whether the source has said since this instant that it waits."""
+    """Return whether the source has reported since this instant that it waits."""
     return progress.waiting_at > instant
 
 
 def longer_than(items: Sequence[object], count: int) -> bool:
-    """Whether there are more than so many."""
+    """Return whether there are more than so many."""
     return len(items) > count
 
 
 @contextlib.contextmanager
 def log_lines() -> Iterator[list[str]]:
-    """What is logged meanwhile, line by line."""
+    """Yield what is logged meanwhile, line by line."""
     lines: list[str] = []
 
     class Handler(logging.Handler):

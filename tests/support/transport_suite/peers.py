@@ -38,7 +38,7 @@ Adopt = Callable[[dict[str, torch.Tensor]], Slab]
 
 
 class SimpleShelf:
-    """Offers by shard, in a dictionary. The client has its own; this one is for tests and examples."""
+    """A shelf of offers by shard, in a dictionary. The client has its own; this one is for tests and examples."""
 
     def __init__(self, *offers: Offer) -> None:
         self._offers = {offer.key: offer for offer in offers}
@@ -55,7 +55,7 @@ class SimpleShelf:
         return offer
 
     def announce(self, key: ShardKey) -> None:
-        """An offer of this shard is about to be `put`."""
+        """Announce that an offer of this shard is about to be `put`."""
         self._expected.add(key)
 
     def find(self, key: ShardKey) -> Offer | None:
@@ -81,7 +81,7 @@ class Address:
 
 
 def address_of(endpoint: str) -> Address | None:
-    """Where a plain connection reaches this endpoint; None: nowhere."""
+    """Return where a plain connection reaches this endpoint; None: nowhere."""
     scheme, _, rest = endpoint.partition("://")
     if scheme in ("tcp", "tls", "rdma"):
         host, port = parse_address(endpoint, scheme)
@@ -93,7 +93,7 @@ def address_of(endpoint: str) -> Address | None:
 
 
 class Source:
-    """A serving transport of this process and what it offers."""
+    """A serving transport of this process and its offers."""
 
     def __init__(self, transport: Transport, slabs: str, adopt: Adopt = Slab.adopt) -> None:
         self.transport = transport
@@ -129,7 +129,7 @@ class Source:
 
 
 class Victim:
-    """Reads in a thread of its own, and says when it has got more than `count` segments or can get no more."""
+    """A reader in a thread of its own, which signals when it has more than `count` segments or can get no more."""
 
     def __init__(self, link: Link, manifest: Manifest, slab: Slab, count: int) -> None:
         self.reached = threading.Event()
@@ -156,7 +156,7 @@ class Peer:
     """Another process that does what it is asked."""
 
     def __init__(self, method: str = "forkserver") -> None:
-        """method: a fork of a process with threads may hang; where there are none yet it is quicker."""
+        """Start the process. method: a fork of a process with threads may hang; without threads it is quicker."""
         context: Any = forkserver() if method == "forkserver" else multiprocessing.get_context(method)
         self._pipe, child = context.Pipe()
         self._process = context.Process(target=_peer_main, args=(child,), daemon=True)
@@ -174,11 +174,11 @@ class Peer:
         return answer
 
     def alive(self) -> bool:
-        """Whether the process still runs."""
+        """Return whether the process still runs."""
         return bool(self._process.is_alive())
 
     def freeze(self) -> None:
-        """Returns when it has stopped."""
+        """Stop the process, and return when it has stopped."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
         wait_until_stopped(self._process.pid)
@@ -189,7 +189,7 @@ class Peer:
             os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is dead, and makes sure that this is what it died of."""
+        """Send SIGKILL; return when it is dead, and check that the signal was the cause."""
         alive = self.alive()
         self._process.kill()
         self._process.join(FAR_S)
@@ -223,7 +223,7 @@ class Remote:
 
 
 def remote_tensors() -> dict[str, torch.Tensor]:
-    """What a source in another process offers."""
+    """Return what a source in another process offers."""
     return {"a": make_tensor("uint8", (8 * SEGMENT_SIZE_BYTES,), seed=26)}
 
 
@@ -235,7 +235,7 @@ def open_at(reader: Transport, endpoint: str, key: ShardKey, deadline: float) ->
 
 @contextlib.contextmanager
 def impostor(listener: socket.socket, greeting: bytes | None) -> Iterator[None]:
-    """Whoever connects is told this and then nothing more (None: nothing at all; empty: it is hung up on)."""
+    """Send each connection this and then nothing more (None: nothing at all; empty: disconnect it)."""
     done = threading.Event()
 
     def answer() -> None:
