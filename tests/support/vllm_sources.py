@@ -42,6 +42,7 @@ class Sources:
         self.version = version
         self._root = root
         self._trees: dict[str, ast.Module | None] = {}
+        self._members: dict[ast.ClassDef, list[tuple[str, ast.AST]]] = {}
 
     def prefetch(self, modules: Iterable[str]) -> None:
         """Fetch these side by side. Unreachable."""
@@ -71,8 +72,13 @@ class Sources:
                             return found
         return self._as_module(module, name)
 
-    def members(self, module: str, owner: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
-        """Yield names that a class and its bases define, and their definitions; those of the class itself first."""
+    def members(self, module: str, owner: ast.ClassDef) -> list[tuple[str, ast.AST]]:
+        """Return names that a class and its bases define, and their definitions; those of the class itself first."""
+        if owner not in self._members:
+            self._members[owner] = list(self._members_of(module, owner))
+        return self._members[owner]
+
+    def _members_of(self, module: str, owner: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
         for node in _statements(owner.body):
             if isinstance(node, Function | ast.ClassDef):
                 yield node.name, node
@@ -125,7 +131,7 @@ class Sources:
         if not kept.exists():
             if path not in _listing(self.version):
                 return None
-            _keep(kept, _fetched(self.version, path))
+            keep(kept, _fetched(self.version, path))
         return kept.read_text()
 
 
@@ -140,7 +146,7 @@ def _listing(version: str) -> frozenset[str]:
     """Return the paths of all files of this version."""
     kept = KEPT / version / "listing"
     if not kept.exists():
-        _keep(kept, "\n".join(_asked(version, remotezip.RemoteZip.namelist)).encode())
+        keep(kept, "\n".join(_asked(version, remotezip.RemoteZip.namelist)).encode())
     return frozenset(kept.read_text().splitlines())
 
 
@@ -170,7 +176,7 @@ def _url(version: str) -> str:
     return str(next(f["url"] for f in answer.json()["files"] if f["filename"] == f"vllm-{version}{WHEEL}"))
 
 
-def _keep(path: Path, content: bytes) -> None:
+def keep(path: Path, content: bytes) -> None:
     """Write a file that is there whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

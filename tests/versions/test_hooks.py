@@ -8,8 +8,10 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import hashlib
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,8 @@ from typing import Any
 import pytest
 import tomllib
 import torch
-from vllm_sources import Function, Sources, Unreachable, installed
+import vllm_sources
+from vllm_sources import KEPT, Function, Sources, Unreachable, installed, keep
 
 from tensorhub_plugins.vllm import names
 from tensorhub_plugins.vllm.worker import methods
@@ -119,21 +122,44 @@ def hook_of(line: str) -> Hook:
 
 
 @functools.cache
-def package() -> dict[str, ast.Module]:
-    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+def package(naming: str = "") -> dict[str, ast.Module]:
+    """Return the trees of our files whose text has this in it."""
+    texts = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    return {file: ast.parse(text) for file, text in texts.items() if naming in text}
 
 
-def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) of all that is imported from vLLM."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-            yield from ((str(node.module), alias.name) for alias in node.names)
+@functools.cache
+def imports() -> dict[str, list[tuple[str, str]]]:
+    """Return (module, name) of all that each file imports from vLLM, by file: once for all versions."""
+    return {
+        file: [
+            (str(node.module), alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+            for alias in node.names
+        ]
+        for file, tree in package("from vllm").items()
+    }
+
+
+@functools.cache
+def subclasses() -> list[tuple[str, ast.ClassDef, set[str], list[tuple[str, str]]]]:
+    """Return (file, class, names it defines, bases as module and name) of our classes whose bases are vLLM's."""
+    found = []
+    for file, tree in package("from vllm").items():
+        origins = {name: module for module, name in imports()[file]}
+        for ours in (node for node in ast.walk(tree) if origins and isinstance(node, ast.ClassDef)):
+            names_of_bases = [ast.unparse(base).partition("[")[0] for base in ours.bases]
+            bases = [(origins[name], name) for name in names_of_bases if name in origins]
+            if bases:
+                found.append((file, ours, {member for member, _ in Sources("").members("", ours)}, bases))
+    return found
 
 
 def problems_of_imports(sources: Sources) -> Iterator[str]:
     lines = {(hook.module, hook.path) for hook in table()}
-    for file, tree in package().items():
-        for module, name in imports(tree):
+    for file, imported in imports().items():
+        for module, name in imported:
             if (module, name) not in lines and not sources.find(module, name):
                 yield f"{file} imports {name} of {module}, where it is not"
 
@@ -141,19 +167,15 @@ def problems_of_imports(sources: Sources) -> Iterator[str]:
 def problems_of_classes(sources: Sources) -> Iterator[str]:
     """Yield what a base class of vLLM asks of ours and they lack."""
     lines = {(hook.module, hook.path) for hook in table()}
-    for file, tree in package().items():
-        origins = {name: module for module, name in imports(tree)}
-        for ours in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-            own = {member for member, _ in Sources("").members("", ours)}
-            for base in ours.bases:
-                name = ast.unparse(base).partition("[")[0]
-                found = sources.find(origins[name], name) if name in origins else None
-                if not found or not isinstance(found[1], ast.ClassDef):
-                    continue
-                asked = {member for member, node in sources.members(*found) if _is_asked(member, node)}
-                for member in sorted(asked - own):
-                    if (origins[name], f"{name}.{member}") not in lines:
-                        yield f"{file}: {ours.name} has no {member}, which {name} asks for"
+    for file, ours, own, bases in subclasses():
+        for origin, name in bases:
+            found = sources.find(origin, name)
+            if not found or not isinstance(found[1], ast.ClassDef):
+                continue
+            asked = {member for member, node in sources.members(*found) if _is_asked(member, node)}
+            for member in sorted(asked - own):
+                if (origin, f"{name}.{member}") not in lines:
+                    yield f"{file}: {ours.name} has no {member}, which {name} asks for"
 
 
 def _is_asked(name: str, node: ast.AST) -> bool:
@@ -185,7 +207,10 @@ def problems(sources: Sources) -> list[str]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("release", names.RELEASES.values())
 def test_a_promised_version_has_all_that_the_adapters_use(release: str) -> None:
-    modules = {hook.module for hook in table()} | {module for tree in package().values() for module, _ in imports(tree)}
+    modules = {hook.module for hook in table()} | {module for imported in imports().values() for module, _ in imported}
+    kept = KEPT / release / "checked"
+    if kept.exists() and kept.read_text() == asked_of(release):  # a release does not change: it has passed this before
+        return
     try:
         sources = Sources(release)
         sources.prefetch(modules)
@@ -193,6 +218,28 @@ def test_a_promised_version_has_all_that_the_adapters_use(release: str) -> None:
     except Unreachable as error:
         pytest.skip(str(error))
     assert not found, "\n".join(["", *found])
+    keep(kept, asked_of(release).encode())
+
+
+def asked_of(release: str) -> str:
+    """Return a digest of all that the answer about a release depends on, besides its sources."""
+    texts = [Path(file).read_text() for file in (__file__, vllm_sources.__file__, Path(__file__).parent / "hooks.txt")]
+    ours = [(file, ours.name, sorted(own), bases) for file, ours, own, bases in subclasses()]
+    known = sorted(methods.LEAVE_WEIGHTS), sorted(methods.CHANGE_WEIGHTS)
+    return hashlib.sha256(repr([release, sys.version, texts, imports(), ours, known]).encode()).hexdigest()
+
+
+def test_what_is_asked_of_a_release_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else is asked of it: another release, method of a worker, import or class of ours."""
+    asked = [asked_of("0.29.0"), asked_of("0.30.0")]
+    monkeypatch.setattr(methods, "LEAVE_WEIGHTS", methods.LEAVE_WEIGHTS - {"execute_model"})
+    asked.append(asked_of("0.29.0"))
+    some_file = next(file for file, found in imports().items() if found)
+    monkeypatch.setitem(imports(), some_file, [])
+    asked.append(asked_of("0.29.0"))
+    monkeypatch.setattr(sys.modules[__name__], "subclasses", list)
+    asked.append(asked_of("0.29.0"))
+    assert len(set(asked)) == len(asked)
 
 
 def test_the_range_is_said_alike_everywhere() -> None:
@@ -245,6 +292,7 @@ def test_a_method_of_a_worker_that_nobody_has_looked_at_is_noticed(monkeypatch: 
     assert found >= {"Worker.execute_model", "WorkerWrapperBase.init_worker", "CPUWorker.pin_lora"}
 
 
+@pytest.mark.slow
 def test_what_is_used_of_vllm_has_a_line() -> None:
     """A name that the adapter neither defines nor has from elsewhere, and that vLLM defines, is one of vLLM's."""
     pytest.importorskip("vllm")
