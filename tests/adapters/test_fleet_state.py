@@ -14,31 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.ray import fleet_events as ev
 from tensorhub_plugins.vllm.ray import fleet_state
-from tensorhub_plugins.vllm.ray.fleet_events import (
-    Abort,
-    Add,
-    AddExternal,
-    Changed,
-    Cluster,
-    Drain,
-    DrainNodes,
-    Effect,
-    Event,
-    PolicySaid,
-    Reported,
-    SetTarget,
-    Start,
-    Started,
-    StartExternal,
-    StartFailed,
-    Stop,
-    StopFailed,
-    Stopped,
-    Targeted,
-    Tick,
-    UndrainNodes,
-)
 from tensorhub_plugins.vllm.ray.fleet_state import FleetState, _Member
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
 from tensorhub_plugins.vllm.ray.room import RESERVE_TIMEOUT_S
@@ -48,54 +25,54 @@ from tensorhub_plugins.vllm.ray.room import RESERVE_TIMEOUT_S
 
 def test_one_joins_is_drained_and_gone() -> None:
     state = fleet()
-    effects = state.handle(Add(1), 1.0)
-    assert deeds(effects) == [Start("rollout-2", 2, frozenset())]
+    effects = state.handle(ev.Add(1), 1.0)
+    assert deeds(effects) == [ev.Start("rollout-2", 2, frozenset())]
     assert says(effects) == "the target is 3, it was 2; starting rollout-2"
     assert [entry.name for entry in state.roster()] == ["rollout-0", "rollout-1"]
-    assert deeds(state.handle(Started("rollout-2", "actor"), 2.0)) == []
+    assert deeds(state.handle(ev.Started("rollout-2", "actor"), 2.0)) == []
     assert state.roster()[-1] == Entry("rollout-2", "actor", "joined")
     firsts = (seen("rollout-0"), seen("rollout-1"))
-    assert deeds(state.handle(Reported((*firsts, seen("rollout-2", "b", ready=False))), 3.0)) == []
+    assert deeds(state.handle(ev.Reported((*firsts, seen("rollout-2", "b", ready=False))), 3.0)) == []
     assert states(state)["rollout-2"] == "starting"
-    state.handle(Reported((*firsts, seen("rollout-2", "b", in_flight=4))), 4.0)
+    state.handle(ev.Reported((*firsts, seen("rollout-2", "b", in_flight=4))), 4.0)
     assert states(state)["rollout-2"] == "ready"
-    effects = state.handle(Drain("rollout-2", 30.0), 5.0)
+    effects = state.handle(ev.Drain("rollout-2", 30.0), 5.0)
     assert deeds(effects) == [] and "rollout-2 drains: 4 requests may take 30 s" in says(effects)
     assert state.roster()[-1].draining and state.wanted == 2
     # It is empty, but the dispatcher did not know yet that it drains: it may have given it something meanwhile.
-    assert deeds(state.handle(Reported((*firsts, seen("rollout-2", "b", in_flight=0))), 6.0)) == []
-    done = Reported((*firsts, seen("rollout-2", "b", draining=True)))
-    assert deeds(state.handle(done, 7.0)) == [Stop("rollout-2", "actor")]
+    assert deeds(state.handle(ev.Reported((*firsts, seen("rollout-2", "b", in_flight=0))), 6.0)) == []
+    done = ev.Reported((*firsts, seen("rollout-2", "b", draining=True)))
+    assert deeds(state.handle(done, 7.0)) == [ev.Stop("rollout-2", "actor")]
     assert [entry.name for entry in state.roster()] == ["rollout-0", "rollout-1"]
     assert deeds(state.handle(done, 7.5)) == []  # a report that was on its way
-    state.handle(Stopped("rollout-2"), 8.0)
+    state.handle(ev.Stopped("rollout-2"), 8.0)
     assert state.view(8.0).gone[0].name == "rollout-2" and "rollout-2" not in states(state)
     assert deeds(state.handle(done, 9.0)) == [] and "rollout-2" not in states(state)
 
 
 def test_requests_that_do_not_end_are_given_back() -> None:
-    state = fleet(Drain("rollout-1", 30.0))
-    busy = Reported((seen("rollout-0"), seen("rollout-1", draining=True, in_flight=2)))
+    state = fleet(ev.Drain("rollout-1", 30.0))
+    busy = ev.Reported((seen("rollout-0"), seen("rollout-1", draining=True, in_flight=2)))
     state.handle(busy, 29.0)
-    assert deeds(state.handle(Tick(), 29.9)) == []
-    assert deeds(state.handle(Tick(), 30.0)) == [Abort("rollout-1", "handle of rollout-1")]
-    assert deeds(state.handle(Tick(), 31.0)) == []
+    assert deeds(state.handle(ev.Tick(), 29.9)) == []
+    assert deeds(state.handle(ev.Tick(), 30.0)) == [ev.Abort("rollout-1", "handle of rollout-1")]
+    assert deeds(state.handle(ev.Tick(), 31.0)) == []
     at_once = copy.deepcopy(state)
-    assert deeds(at_once.handle(Reported((seen("rollout-0"), seen("rollout-1", draining=True))), 32.0)) == [
-        Stop("rollout-1", "handle of rollout-1")
+    assert deeds(at_once.handle(ev.Reported((seen("rollout-0"), seen("rollout-1", draining=True))), 32.0)) == [
+        ev.Stop("rollout-1", "handle of rollout-1")
     ]
     state.handle(busy, 39.0)
-    assert deeds(state.handle(Tick(), 40.0)) == [Stop("rollout-1", "handle of rollout-1")]
+    assert deeds(state.handle(ev.Tick(), 40.0)) == [ev.Stop("rollout-1", "handle of rollout-1")]
     assert "2 requests were under way to the end" in state.view(40.0).members[1].why
 
 
 def test_nothing_is_started_before_all_that_is_there_has_reported() -> None:
     state = FleetState(target=4)
-    state.handle(Cluster(NODES, 9), 0.0)
-    assert deeds(state.handle(Reported((seen("rollout-0"),), unnamed=1), 0.0)) == []
-    assert "have not all reported yet" in says(state.handle(Add(1), 0.0))
-    effects = state.handle(Reported((seen("rollout-0"), seen("rollout-1"))), 1.0)
-    assert [effect.name for effect in deeds(effects) if isinstance(effect, Start)] == [
+    state.handle(ev.Cluster(NODES, 9), 0.0)
+    assert deeds(state.handle(ev.Reported((seen("rollout-0"),), unnamed=1), 0.0)) == []
+    assert "have not all reported yet" in says(state.handle(ev.Add(1), 0.0))
+    effects = state.handle(ev.Reported((seen("rollout-0"), seen("rollout-1"))), 1.0)
+    assert [effect.name for effect in deeds(effects) if isinstance(effect, ev.Start)] == [
         f"rollout-{n}" for n in (2, 3, 4)
     ]
 
@@ -103,151 +80,151 @@ def test_nothing_is_started_before_all_that_is_there_has_reported() -> None:
 def test_what_ray_starts_again_is_not_replaced_and_what_is_gone_is_when_there_is_room() -> None:
     state = fleet()
     lost = seen("rollout-1", ready=False, lost="restarting")
-    assert deeds(state.handle(Reported((seen("rollout-0"), lost)), 1.0)) == []
+    assert deeds(state.handle(ev.Reported((seen("rollout-0"), lost)), 1.0)) == []
     assert states(state)["rollout-1"] == "lost" and state.roster()[1].name == "rollout-1"
-    state.handle(Cluster(NODES, 0), 2.0)
+    state.handle(ev.Cluster(NODES, 0), 2.0)
     gone = seen("rollout-1", ready=False, lost="gone")
-    effects = state.handle(Reported((seen("rollout-0"), gone)), 3.0)
-    assert deeds(effects) == [Stop("rollout-1", "handle of rollout-1")]
-    assert deeds(state.handle(Stopped("rollout-1"), 4.0)) == []
-    assert deeds(state.handle(Cluster(NODES, 1), 5.0)) == [Start("rollout-2", 2, frozenset())]
-    assert deeds(state.handle(Cluster(NODES, 1), 6.0)) == []
+    effects = state.handle(ev.Reported((seen("rollout-0"), gone)), 3.0)
+    assert deeds(effects) == [ev.Stop("rollout-1", "handle of rollout-1")]
+    assert deeds(state.handle(ev.Stopped("rollout-1"), 4.0)) == []
+    assert deeds(state.handle(ev.Cluster(NODES, 1), 5.0)) == [ev.Start("rollout-2", 2, frozenset())]
+    assert deeds(state.handle(ev.Cluster(NODES, 1), 6.0)) == []
 
 
 def test_one_whose_node_is_lost_is_replaced_at_once_if_the_fleet_has_started_it() -> None:
-    state = fleet(Add(1), Started("rollout-2", "actor"))
+    state = fleet(ev.Add(1), ev.Started("rollout-2", "actor"))
     firsts = (seen("rollout-0"), seen("rollout-1", "b"))
-    state.handle(Reported((*firsts, seen("rollout-2", "b"))), 1.0)
-    state.handle(Cluster(NODES, 1), 2.0)
-    effects = deeds(state.handle(Cluster({"a": "10.0.0.1"}, 1), 3.0))
-    assert effects == [Stop("rollout-2", "actor"), Start("rollout-3", 3, frozenset())]
+    state.handle(ev.Reported((*firsts, seen("rollout-2", "b"))), 1.0)
+    state.handle(ev.Cluster(NODES, 1), 2.0)
+    effects = deeds(state.handle(ev.Cluster({"a": "10.0.0.1"}, 1), 3.0))
+    assert effects == [ev.Stop("rollout-2", "actor"), ev.Start("rollout-3", 3, frozenset())]
     shown = {member.name: member for member in state.view(3.0).members}
     assert shown["rollout-2"].why == "its node 10.0.0.2 is lost"
     assert shown["rollout-1"].state == "lost"  # its framework may have Ray start it elsewhere
-    assert deeds(state.handle(Cluster({}, 0), 4.0)) == []  # no answer of Ray's head is no loss
+    assert deeds(state.handle(ev.Cluster({}, 0), 4.0)) == []  # no answer of Ray's head is no loss
 
 
 def test_a_drained_node_gets_nothing_and_its_members_come_back_elsewhere() -> None:
     state = fleet()
-    state.handle(Reported((seen("rollout-0"), seen("rollout-1", "b"))), 1.0)
-    effects = state.handle(DrainNodes(frozenset({"b"}), 20.0, "spot notice"), 2.0)
-    assert deeds(effects) == [Start("rollout-2", 2, frozenset({"b"}))]
+    state.handle(ev.Reported((seen("rollout-0"), seen("rollout-1", "b"))), 1.0)
+    effects = state.handle(ev.DrainNodes(frozenset({"b"}), 20.0, "spot notice"), 2.0)
+    assert deeds(effects) == [ev.Start("rollout-2", 2, frozenset({"b"}))]
     assert states(state) == {"rollout-0": "ready", "rollout-1": "draining", "rollout-2": "starting"}
     assert state.wanted == 2
     # Ray has put it there all the same.
-    state.handle(Started("rollout-2", "actor"), 3.0)
+    state.handle(ev.Started("rollout-2", "actor"), 3.0)
     there = seen("rollout-2", "b", ready=False)
-    assert Stop("rollout-2", "actor") in deeds(state.handle(Reported((seen("rollout-0"), there)), 4.0))
-    state.handle(Cluster({"a": "10.0.0.1"}, 1), 5.0)
+    assert ev.Stop("rollout-2", "actor") in deeds(state.handle(ev.Reported((seen("rollout-0"), there)), 4.0))
+    state.handle(ev.Cluster({"a": "10.0.0.1"}, 1), 5.0)
     assert not state.avoided  # Ray's ids are never used again
 
 
 def test_a_node_that_stays_after_all_is_used_again() -> None:
     state = fleet()
-    state.handle(Reported((seen("rollout-0"), seen("rollout-1", "b"))), 1.0)
+    state.handle(ev.Reported((seen("rollout-0"), seen("rollout-1", "b"))), 1.0)
     with pytest.raises(UsageError, match="node 10.0.0.2 is not drained"):
-        state.handle(UndrainNodes(frozenset({"b"}), "10.0.0.2"), 1.0)
+        state.handle(ev.UndrainNodes(frozenset({"b"}), "10.0.0.2"), 1.0)
     with pytest.raises(UsageError, match="there is no node 'nowhere': there are 10.0.0.1, 10.0.0.2"):
-        state.handle(UndrainNodes(frozenset(), "nowhere"), 1.0)
-    state.handle(DrainNodes(frozenset({"b"}), 20.0, "spot notice"), 2.0)
-    state.handle(StartFailed("rollout-2", "no room"), 3.0)  # on another node
-    effects = state.handle(UndrainNodes(frozenset({"b"}), "10.0.0.2"), 9.0)
+        state.handle(ev.UndrainNodes(frozenset(), "nowhere"), 1.0)
+    state.handle(ev.DrainNodes(frozenset({"b"}), 20.0, "spot notice"), 2.0)
+    state.handle(ev.StartFailed("rollout-2", "no room"), 3.0)  # on another node
+    effects = state.handle(ev.UndrainNodes(frozenset({"b"}), "10.0.0.2"), 9.0)
     assert "replicas may be started on 10.0.0.2 again" in says(effects)
-    assert Start("rollout-3", 3, frozenset()) in deeds(effects)
+    assert ev.Start("rollout-3", 3, frozenset()) in deeds(effects)
     assert states(state)["rollout-1"] == "draining"  # nobody comes back from draining
 
 
 def test_failing_starts_are_tried_again_later_and_later() -> None:
-    state = fleet(Add(1))
+    state = fleet(ev.Add(1))
     now, delays = 0.0, []
     for _ in range(9):
         name = list(state.members)[-1]
-        effects = state.handle(StartFailed(name, "no GPU is free"), now)
-        assert Stop(name, None) in effects and "did not start" in says(effects) and "no GPU is free" in says(effects)
-        state.handle(Stopped(name), now)
+        effects = state.handle(ev.StartFailed(name, "no GPU is free"), now)
+        assert ev.Stop(name, None) in effects and "did not start" in says(effects) and "no GPU is free" in says(effects)
+        state.handle(ev.Stopped(name), now)
         start, began = [], now
         while not start:
             now += 1.0
-            start = deeds(state.handle(Cluster(NODES, 1), now))
+            start = deeds(state.handle(ev.Cluster(NODES, 1), now))
         delays.append(now - began)
     assert delays == [5, 10, 20, 40, 80, 160, 300, 300, 300]
-    assert "the last start failed" not in says(state.handle(SetTarget(3), now))
+    assert "the last start failed" not in says(state.handle(ev.SetTarget(3), now))
     name = list(state.members)[-1]
-    state.handle(Started(name, "actor"), now)
-    state.handle(Reported((seen(name),)), now)
+    state.handle(ev.Started(name, "actor"), now)
+    state.handle(ev.Reported((seen(name),)), now)
     assert state.failures == 0
 
 
 def test_what_a_start_is_about_to_take_is_nobody_elses() -> None:
     """As long as a launcher may take to reserve it; then it has, or has failed."""
-    state = fleet(Cluster(NODES, 1), Add(2))
+    state = fleet(ev.Cluster(NODES, 1), ev.Add(2))
     assert states(state)["rollout-2"] == "starting"
-    assert deeds(state.handle(Cluster(NODES, 1), RESERVE_TIMEOUT_S - 1)) == []
-    (next_one,) = deeds(state.handle(Cluster(NODES, 1), RESERVE_TIMEOUT_S))
-    assert next_one == Start("rollout-3", 3, frozenset())
+    assert deeds(state.handle(ev.Cluster(NODES, 1), RESERVE_TIMEOUT_S - 1)) == []
+    (next_one,) = deeds(state.handle(ev.Cluster(NODES, 1), RESERVE_TIMEOUT_S))
+    assert next_one == ev.Start("rollout-3", 3, frozenset())
 
 
 def test_a_start_that_does_not_end_is_given_up() -> None:
-    state = fleet(Add(1))
-    assert deeds(state.handle(Tick(), fleet_state.START_TIMEOUT_S - 1)) == []
-    assert deeds(state.handle(Tick(), fleet_state.START_TIMEOUT_S)) == [Stop("rollout-2", None)]
-    state = fleet(Add(1), Started("rollout-2", "actor"))
-    state.handle(Reported((seen("rollout-0"), seen("rollout-1"))), fleet_state.START_TIMEOUT_S)
-    effects = deeds(state.handle(Tick(), fleet_state.START_TIMEOUT_S))
-    assert effects == [Stop("rollout-2", "actor")]
+    state = fleet(ev.Add(1))
+    assert deeds(state.handle(ev.Tick(), fleet_state.START_TIMEOUT_S - 1)) == []
+    assert deeds(state.handle(ev.Tick(), fleet_state.START_TIMEOUT_S)) == [ev.Stop("rollout-2", None)]
+    state = fleet(ev.Add(1), ev.Started("rollout-2", "actor"))
+    state.handle(ev.Reported((seen("rollout-0"), seen("rollout-1"))), fleet_state.START_TIMEOUT_S)
+    effects = deeds(state.handle(ev.Tick(), fleet_state.START_TIMEOUT_S))
+    assert effects == [ev.Stop("rollout-2", "actor")]
 
 
 def test_those_that_run_are_left_alone_while_nobody_reports() -> None:
-    restarting = Reported((seen("rollout-0"), seen("rollout-1", ready=False, lost="restarting")))
-    state = fleet(restarting, Add(1), Started("rollout-2", "actor"))
+    restarting = ev.Reported((seen("rollout-0"), seen("rollout-1", ready=False, lost="restarting")))
+    state = fleet(restarting, ev.Add(1), ev.Started("rollout-2", "actor"))
     for hour in range(1, 10):
-        assert deeds(state.handle(Tick(), 3600.0 * hour)) == []
+        assert deeds(state.handle(ev.Tick(), 3600.0 * hour)) == []
         assert states(state) == {"rollout-0": "ready", "rollout-1": "lost", "rollout-2": "starting"}
     state.handle(restarting, 36_000.0)  # it was lost all the time
-    assert deeds(state.handle(Tick(), 36_000.0))[0] == Stop("rollout-1", "handle of rollout-1")
+    assert deeds(state.handle(ev.Tick(), 36_000.0))[0] == ev.Stop("rollout-1", "handle of rollout-1")
 
 
 def test_one_that_is_not_named_is_not_in_use() -> None:
     state = fleet()
     for second in range(1, 12):
-        state.handle(Reported((seen("rollout-0"),)), float(second))
-        state.handle(Tick(), float(second))
+        state.handle(ev.Reported((seen("rollout-0"),)), float(second))
+        state.handle(ev.Tick(), float(second))
     assert states(state) == {"rollout-0": "ready", "rollout-1": "lost"}
     assert state.view(12.0).members[1].why == "the dispatcher does not report it"
 
 
 def test_what_could_not_be_given_back_stays_in_the_list_and_is_tried_again() -> None:
-    state = fleet(Drain("rollout-1"))
-    state.handle(Reported((seen("rollout-1", draining=True),)), 1.0)
-    effects = state.handle(StopFailed("rollout-1", "Ray does not answer"), 2.0)
+    state = fleet(ev.Drain("rollout-1"))
+    state.handle(ev.Reported((seen("rollout-1", draining=True),)), 1.0)
+    effects = state.handle(ev.StopFailed("rollout-1", "Ray does not answer"), 2.0)
     assert "rollout-1 has not given back what it used, the next try is in 5 s" in says(effects)
-    assert deeds(state.handle(Tick(), 6.9)) == [] and states(state)["rollout-1"] == "stopping"
-    assert deeds(state.handle(Tick(), 7.0)) == [Stop("rollout-1", "handle of rollout-1")]
-    assert deeds(state.handle(Tick(), 70.0)) == []  # it is under way
-    state.handle(StopFailed("rollout-1", "Ray does not answer"), 70.0)
-    assert deeds(state.handle(Tick(), 79.9)) == [] and deeds(state.handle(Tick(), 80.0)) != []
+    assert deeds(state.handle(ev.Tick(), 6.9)) == [] and states(state)["rollout-1"] == "stopping"
+    assert deeds(state.handle(ev.Tick(), 7.0)) == [ev.Stop("rollout-1", "handle of rollout-1")]
+    assert deeds(state.handle(ev.Tick(), 70.0)) == []  # it is under way
+    state.handle(ev.StopFailed("rollout-1", "Ray does not answer"), 70.0)
+    assert deeds(state.handle(ev.Tick(), 79.9)) == [] and deeds(state.handle(ev.Tick(), 80.0)) != []
 
 
 def test_one_that_is_not_ready_says_why_itself() -> None:
     state, why = fleet(), "it has not heard of the hub for 40 s"
-    state.handle(Reported((seen("rollout-0", ready=False, why=why), seen("rollout-1", ready=False))), 1.0)
+    state.handle(ev.Reported((seen("rollout-0", ready=False, why=why), seen("rollout-1", ready=False))), 1.0)
     assert [(one.state, one.why) for one in state.view(1.0).members] == [
         ("lost", why),
         ("lost", "it has no current weights or does not answer"),
     ]
     state.handle(
-        Reported((seen("rollout-0", ready=False, why=why, lost="restarting"), seen("rollout-1"))),
+        ev.Reported((seen("rollout-0", ready=False, why=why, lost="restarting"), seen("rollout-1"))),
         2.0,
     )
     assert [one.why for one in state.view(2.0).members] == ["Ray is starting it again", ""]
 
 
 def test_too_many_leave_the_newest_first_and_those_that_serve_nobody_before_them() -> None:
-    state = fleet(Add(3), Started("rollout-2", "x"), Started("rollout-3", "y"))
+    state = fleet(ev.Add(3), ev.Started("rollout-2", "x"), ev.Started("rollout-3", "y"))
     here = tuple(seen(f"rollout-{number}") for number in range(4))
-    state.handle(Reported(here), 1.0)
-    effects = state.handle(SetTarget(1), 2.0)
-    assert deeds(effects) == [Stop("rollout-4", None)]
+    state.handle(ev.Reported(here), 1.0)
+    effects = state.handle(ev.SetTarget(1), 2.0)
+    assert deeds(effects) == [ev.Stop("rollout-4", None)]
     assert "the target is 1, it was 5" in says(effects) and "draining rollout-3, rollout-2, rollout-1" in says(effects)
     assert [name for name, at in states(state).items() if at == "ready"] == ["rollout-0"]
 
@@ -255,67 +232,75 @@ def test_too_many_leave_the_newest_first_and_those_that_serve_nobody_before_them
 def test_people_and_a_policy() -> None:
     state = fleet(policy="queue_length", maximum=4)
     assert state.view(0.0).policy == "queue_length"
-    effects = state.handle(PolicySaid(9), 1.0)
-    assert Targeted(4, "queue_length") in effects and len(deeds(effects)) == 2
-    assert state.handle(PolicySaid(9), 2.0) == []
-    assert "queue_length no longer sets the target" in says(state.handle(SetTarget(3), 3.0))
-    assert state.handle(PolicySaid(4), 4.0) == [] and state.wanted == 3 and state.view(4.0).policy == ""
-    state.handle(SetTarget(None), 5.0)
-    state.handle(PolicySaid(4), 6.0)
+    effects = state.handle(ev.PolicySaid(9), 1.0)
+    assert ev.Targeted(4, "queue_length") in effects and len(deeds(effects)) == 2
+    assert state.handle(ev.PolicySaid(9), 2.0) == []
+    assert "queue_length no longer sets the target" in says(state.handle(ev.SetTarget(3), 3.0))
+    assert state.handle(ev.PolicySaid(4), 4.0) == [] and state.wanted == 3 and state.view(4.0).policy == ""
+    state.handle(ev.SetTarget(None), 5.0)
+    state.handle(ev.PolicySaid(4), 6.0)
     assert state.wanted == 4
 
 
 def test_an_external_server_joins_and_leaves_and_does_not_count() -> None:
     state = fleet()
-    effects = state.handle(AddExternal("http://h:8000"), 0.0)
-    assert deeds(effects) == [StartExternal("external-0", "http://h:8000")] and "joins as external-0" in says(effects)
-    state.handle(Started("external-0", "actor"), 1.0)
+    effects = state.handle(ev.AddExternal("http://h:8000"), 0.0)
+    assert deeds(effects) == [ev.StartExternal("external-0", "http://h:8000")] and "joins as external-0" in says(
+        effects
+    )
+    state.handle(ev.Started("external-0", "actor"), 1.0)
     here = (seen("rollout-0"), seen("rollout-1"), seen("external-0", ""))
-    assert deeds(state.handle(Reported(here), 2.0)) == []
+    assert deeds(state.handle(ev.Reported(here), 2.0)) == []
     assert state.wanted == 2 and state.view(2.0).members[-1].node == "http://h:8000"
-    state.handle(Drain("external-0", 1.0), 3.0)
+    state.handle(ev.Drain("external-0", 1.0), 3.0)
     assert state.wanted == 2 and states(state)["external-0"] == "draining"
     # It has no node of Ray's, and leaves with the host in its address; whatever case that is in, and with IPv6.
     for url, host in (("http://H:8000", "h"), ("https://[fd00::7]:8000", "fd00::7"), ("http://h", "h")):
-        hosted = fleet(AddExternal(url), Started("external-0", "actor"))
-        hosted.handle(Reported((*here[:2], seen("external-0", ""))), 0.0)
+        hosted = fleet(ev.AddExternal(url), ev.Started("external-0", "actor"))
+        hosted.handle(ev.Reported((*here[:2], seen("external-0", ""))), 0.0)
         with pytest.raises(UsageError, match=f"there is no node 'g': there are 10.0.0.1, 10.0.0.2, {host}"):
-            hosted.handle(DrainNodes(frozenset(), hosts=frozenset({"g"})), 1.0)
-        effects = hosted.handle(DrainNodes(frozenset(), 9.0, hosts=frozenset({host})), 1.0)
+            hosted.handle(ev.DrainNodes(frozenset(), hosts=frozenset({"g"})), 1.0)
+        effects = hosted.handle(ev.DrainNodes(frozenset(), 9.0, hosts=frozenset({host})), 1.0)
         assert says(effects) == "external-0 drains: 0 requests may take 9 s"
         assert states(hosted) == {"rollout-0": "ready", "rollout-1": "ready", "external-0": "draining"}
-    failed = fleet(AddExternal("http://h:8000"))
-    effects = failed.handle(StartFailed("external-0", "nobody answers there"), 1.0)
+    failed = fleet(ev.AddExternal("http://h:8000"))
+    effects = failed.handle(ev.StartFailed("external-0", "nobody answers there"), 1.0)
     assert "http://h:8000 did not start: nobody answers there" in says(effects)
-    assert deeds(failed.handle(Cluster(NODES, 3), 1.0)) == []  # nobody else is delayed, and it is not tried again
+    assert deeds(failed.handle(ev.Cluster(NODES, 3), 1.0)) == []  # nobody else is delayed, and it is not tried again
 
 
 @pytest.mark.parametrize(
     ("events", "event", "words"),
     [
-        ((), Add(0), "add 0: give the number of replicas to add"),
-        ((), Add(7), "the target is 2, and 7 more are above fleet_max, 8"),
-        ((), SetTarget(0), "target 0: fleet_min and fleet_max allow 1 to 8"),
-        ((), SetTarget(9), "target 9: fleet_min and fleet_max allow 1 to 8"),
-        ((), SetTarget(None), "this run has no policy"),
+        ((), ev.Add(0), "add 0: give the number of replicas to add"),
+        ((), ev.Add(7), "the target is 2, and 7 more are above fleet_max, 8"),
+        ((), ev.SetTarget(0), "target 0: fleet_min and fleet_max allow 1 to 8"),
+        ((), ev.SetTarget(9), "target 9: fleet_min and fleet_max allow 1 to 8"),
+        ((), ev.SetTarget(None), "this run has no policy"),
         # As from an API, after a division: every later event would fail on half a replica.
-        ((), SetTarget(2.5), "target 2.5: give a whole number of replicas"),  # type: ignore[arg-type]
-        ((), SetTarget(True), "target True: give a whole number"),
-        ((), Add(1.5), "add 1.5: give the number of replicas"),  # type: ignore[arg-type]
-        ((), Add("2"), "add '2': give the number of replicas"),  # type: ignore[arg-type]
+        ((), ev.SetTarget(2.5), "target 2.5: give a whole number of replicas"),  # type: ignore[arg-type]
+        ((), ev.SetTarget(True), "target True: give a whole number"),
+        ((), ev.Add(1.5), "add 1.5: give the number of replicas"),  # type: ignore[arg-type]
+        ((), ev.Add("2"), "add '2': give the number of replicas"),  # type: ignore[arg-type]
         # A deadline that never comes, and one that has passed.
-        ((), Drain("rollout-1", math.nan), "a timeout of nan: give the seconds that requests may take, 0 to 86400"),
-        ((), Drain("rollout-1", math.inf), "a timeout of inf"),
-        ((), Drain("rollout-1", -1.0), "a timeout of -1.0"),
-        ((), Drain("rollout-1", "30"), "a timeout of '30'"),  # type: ignore[arg-type]
-        ((), DrainNodes(frozenset({"a"}), math.nan), "a timeout of nan"),
-        ((), Drain("rollout-7"), "no member is called 'rollout-7': there are rollout-0, rollout-1"),
-        ((AddExternal("http://h:1"),), AddExternal("http://h:1"), "http://h:1 is in this fleet already, as external-0"),
-        ((Add(1), Drain("rollout-2")), Drain("rollout-2"), "rollout-2 has left already: drained by name"),
+        ((), ev.Drain("rollout-1", math.nan), "a timeout of nan: give the seconds that requests may take, 0 to 86400"),
+        ((), ev.Drain("rollout-1", math.inf), "a timeout of inf"),
+        ((), ev.Drain("rollout-1", -1.0), "a timeout of -1.0"),
+        ((), ev.Drain("rollout-1", "30"), "a timeout of '30'"),  # type: ignore[arg-type]
+        ((), ev.DrainNodes(frozenset({"a"}), math.nan), "a timeout of nan"),
+        ((), ev.Drain("rollout-7"), "no member is called 'rollout-7': there are rollout-0, rollout-1"),
+        (
+            (ev.AddExternal("http://h:1"),),
+            ev.AddExternal("http://h:1"),
+            "http://h:1 is in this fleet already, as external-0",
+        ),
+        ((ev.Add(1), ev.Drain("rollout-2")), ev.Drain("rollout-2"), "rollout-2 has left already: drained by name"),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(events: tuple[Event, ...], event: Event, words: str) -> None:
+def test_what_cannot_be_is_refused_and_changes_nothing(
+    events: tuple[ev.Event, ...], event: ev.Event, words: str
+) -> None:
     state = fleet(*events, maximum=8)
     before = repr(state.view(0.0)) + repr(state.roster())
     with pytest.raises(UsageError, match=words):
@@ -326,67 +311,70 @@ def test_what_cannot_be_is_refused_and_changes_nothing(events: tuple[Event, ...]
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        (lambda: fleet(Cluster(NODES, 0)), "1 more will be started later: there is no room now"),
-        (lambda: fleet(Add(1), StartFailed("rollout-2", "x")), "1 more will be started later: the last start failed"),
-        (lambda: fleet(Cluster(NODES, 50), Add(8)), "1 more will be started later: 8 start at a time"),
+        (lambda: fleet(ev.Cluster(NODES, 0)), "1 more will be started later: there is no room now"),
+        (
+            lambda: fleet(ev.Add(1), ev.StartFailed("rollout-2", "x")),
+            "1 more will be started later: the last start failed",
+        ),
+        (lambda: fleet(ev.Cluster(NODES, 50), ev.Add(8)), "1 more will be started later: 8 start at a time"),
     ],
 )
 def test_what_is_not_started_at_once_is_said(state: Callable[[], FleetState], words: str) -> None:
     made = state()
-    effects = made.handle(SetTarget(made.wanted + 1 if not made.failures else made.wanted), 0.0)
+    effects = made.handle(ev.SetTarget(made.wanted + 1 if not made.failures else made.wanted), 0.0)
     assert words in says(effects)
 
 
 # --- every event in every state ---------------------------------------------------------------------------------------
 
-JOINING = (Add(1),)
-MADE = (*JOINING, Started("rollout-2", "handle of rollout-2"))
-READY = (*MADE, Reported((seen("rollout-0"), seen("rollout-1"), seen("rollout-2", "b"))))
-DRAINING = (*READY, Drain("rollout-2", 0.0))
-LEAVING = (*DRAINING, Reported((seen("rollout-2", "b", draining=True),)))
-STATES: dict[str, tuple[Event, ...]] = {
+JOINING = (ev.Add(1),)
+MADE = (*JOINING, ev.Started("rollout-2", "handle of rollout-2"))
+READY = (*MADE, ev.Reported((seen("rollout-0"), seen("rollout-1"), seen("rollout-2", "b"))))
+DRAINING = (*READY, ev.Drain("rollout-2", 0.0))
+LEAVING = (*DRAINING, ev.Reported((seen("rollout-2", "b", draining=True),)))
+STATES: dict[str, tuple[ev.Event, ...]] = {
     "unknown": (),
     "launching": JOINING,
     "starting": MADE,
     "ready": READY,
     "leaving": (
         *READY,
-        Reported((seen("rollout-0", ready=False), seen("rollout-1", ready=False))),
-        Drain("rollout-2", 9.0),
+        ev.Reported((seen("rollout-0", ready=False), seen("rollout-1", ready=False))),
+        ev.Drain("rollout-2", 9.0),
     ),
-    "lost": (*READY, Reported((seen("rollout-2", "b", ready=False, lost="restarting"),))),
+    "lost": (*READY, ev.Reported((seen("rollout-2", "b", ready=False, lost="restarting"),))),
     "draining": DRAINING,
-    "aborted": (*DRAINING, Tick()),
+    "aborted": (*DRAINING, ev.Tick()),
     "stopping": LEAVING,
-    "stop failed": (*LEAVING, StopFailed("rollout-2", "why")),
-    "gone": (*LEAVING, Stopped("rollout-2")),
+    "stop failed": (*LEAVING, ev.StopFailed("rollout-2", "why")),
+    "gone": (*LEAVING, ev.Stopped("rollout-2")),
 }
-EVENTS: list[Event] = [
+EVENTS: list[ev.Event] = [
     *(
-        Reported((seen("rollout-2", "b", ready=ready, lost=lost, in_flight=in_flight, draining=draining),))
+        ev.Reported((seen("rollout-2", "b", ready=ready, lost=lost, in_flight=in_flight, draining=draining),))
         for ready in (True, False)
         for lost in ("", "restarting", "gone")
         for in_flight in (0, 2)
         for draining in (True, False)
     ),
-    Reported(()),
-    *(Cluster(nodes, slots) for nodes in (NODES, {"a": "10.0.0.1"}, {}) for slots in (0, 2)),
-    Started("rollout-2", "handle of rollout-2"),
-    StartFailed("rollout-2", "why"),
-    Stopped("rollout-2"),
-    StopFailed("rollout-2", "why"),
-    Add(1),
-    AddExternal("http://h:1"),
-    Drain("rollout-2"),
-    Drain("rollout-2", now=True),
-    DrainNodes(frozenset({"b"})),
-    DrainNodes(frozenset({"nowhere"})),
-    SetTarget(1),
-    SetTarget(2),
-    SetTarget(None),
-    PolicySaid(1),
-    PolicySaid(5),
-    Tick(),
+    ev.Reported(()),
+    *(ev.Cluster(nodes, slots) for nodes in (NODES, {"a": "10.0.0.1"}, {}) for slots in (0, 2)),
+    ev.Started("rollout-2", "handle of rollout-2"),
+    ev.StartFailed("rollout-2", "why"),
+    ev.Stopped("rollout-2"),
+    ev.StopFailed("rollout-2", "why"),
+    ev.Add(1),
+    ev.AddExternal("http://h:1"),
+    ev.Drain("rollout-2"),
+    ev.Drain("rollout-2", now=True),
+    ev.DrainNodes(frozenset({"b"})),
+    ev.DrainNodes(frozenset({"nowhere"})),
+    ev.SetTarget(1),
+    ev.SetTarget(2),
+    ev.SetTarget(None),
+    ev.PolicySaid(1),
+    ev.PolicySaid(5),
+    ev.Tick(),
 ]
 
 
@@ -415,14 +403,14 @@ def test_every_event_in_every_state(at: str, late: bool) -> None:
         else:
             reachable = {before, *MAY_BECOME[before]} | {b for a in MAY_BECOME[before] for b in MAY_BECOME[a]}
             assert after in reachable, (event, before, after)
-        stops = [effect for effect in effects if isinstance(effect, Stop) and effect.name == "rollout-2"]
+        stops = [effect for effect in effects if isinstance(effect, ev.Stop) and effect.name == "rollout-2"]
         assert len(stops) <= 1
         if after == "stopping" and before != "stopping":
             assert len(stops) == 1, event
         if before == "gone" or (before == "stopping" and at != "stop failed"):
             assert not stops, event
         told = [
-            effect.member for effect in effects if isinstance(effect, Changed) and effect.member.name == "rollout-2"
+            effect.member for effect in effects if isinstance(effect, ev.Changed) and effect.member.name == "rollout-2"
         ]
         assert (told[-1].state if told else before) == after, event
         in_roster = "rollout-2" in [entry.name for entry in state.roster()]
@@ -491,7 +479,7 @@ def _loses_sight(self: FleetState, name: str, why: str, now: float) -> None:
     self.members.pop(name, None)
 
 
-def _forgets_what_was_under_way(self: FleetState, now: float) -> list[Effect]:
+def _forgets_what_was_under_way(self: FleetState, now: float) -> list[ev.Effect]:
     return []
 
 

@@ -40,19 +40,7 @@ from tensorhub_plugins.core.protocol.lineage import Attempt
 from tensorhub_plugins.core.transports import TransportLimits
 from tensorhub_plugins.core.transports.rdma import messages as rdma
 from tensorhub_plugins.core.transports.shm.process_memory import ProcessMemory
-from tensorhub_plugins.core.transports.stream.messages import (
-    CONTROL,
-    HEADER,
-    SEGMENT,
-    StreamFinish,
-    StreamFinished,
-    StreamOpen,
-    StreamOpened,
-    StreamRead,
-    StreamRefused,
-    reply_decoder,
-    request_decoder,
-)
+from tensorhub_plugins.core.transports.stream import messages as wire
 from tensorhub_plugins.core.transports.tcp import TcpTransport
 from tensorhub_plugins.core.types import CHECKPOINT, DECODE_ERRORS, Location, ShardKey
 
@@ -162,12 +150,12 @@ def test_what_readers_and_sources_say_to_each_other():
     encoded = manifest().encoded
     rails = rdma.Dial([])
     corpus: list[tuple[Any, Any]] = [
-        (StreamOpen(KEY, 3, by_address=True), request_decoder),
-        (StreamRead([(0, 3), (7, 9)], 5.0), request_decoder),
-        (StreamFinish(), request_decoder),
-        (StreamOpened(0, msgspec.Raw(encoded), bytes(32)), reply_decoder),
-        (StreamRefused("gone", "never heard of it"), reply_decoder),
-        (StreamFinished(True), reply_decoder),
+        (wire.StreamOpen(KEY, 3, by_address=True), wire.request_decoder),
+        (wire.StreamRead([(0, 3), (7, 9)], 5.0), wire.request_decoder),
+        (wire.StreamFinish(), wire.request_decoder),
+        (wire.StreamOpened(0, msgspec.Raw(encoded), bytes(32)), wire.reply_decoder),
+        (wire.StreamRefused("gone", "never heard of it"), wire.reply_decoder),
+        (wire.StreamFinished(True), wire.reply_decoder),
         (rails, rdma.dial_decoder),
         (rdma.Dialed([], "no"), rdma.dialed_decoder),
         (rdma.Taken(1), rdma.taken_decoder),
@@ -279,14 +267,19 @@ def garble(address: str, rng: random.Random) -> None:
 
 
 def frame(body: bytes, rng: random.Random) -> bytes:
-    header = HEADER.pack(CONTROL, 0, 0, len(body))
+    header = wire.HEADER.pack(wire.CONTROL, 0, 0, len(body))
     return (changed_bytes(rng, header) if rng.random() < 0.1 else header) + body
 
 
 def test_a_sources_port(caplog):
     caplog.set_level(logging.ERROR)
     rounds = Rounds("a source's port")
-    requests = [StreamOpen(KEY, 1), StreamRead([(0, 3)], 1.0), StreamFinish(), StreamOpen(ShardKey(9, "x"), 1)]
+    requests = [
+        wire.StreamOpen(KEY, 1),
+        wire.StreamRead([(0, 3)], 1.0),
+        wire.StreamFinish(),
+        wire.StreamOpen(ShardKey(9, "x"), 1),
+    ]
     source = TcpTransport(limits=TransportLimits(hello_s=1.0))
     with served(source) as (offer, endpoint), contextlib.closing(TcpTransport()) as reader:
         before = read_all(reader, endpoint)
@@ -310,7 +303,11 @@ def test_a_reader_of_strangers():
     """Whatever a source answers, a reader raises one of our errors."""
     rounds = Rounds("a reader")
     of = manifest_of_one()
-    replies = [StreamOpened(0, msgspec.Raw(of.encoded)), StreamRefused("gone", "no"), StreamFinished(True)]
+    replies = [
+        wire.StreamOpened(0, msgspec.Raw(of.encoded)),
+        wire.StreamRefused("gone", "no"),
+        wire.StreamFinished(True),
+    ]
     answers: list[bytes] = []
 
     def answer() -> None:
@@ -332,7 +329,7 @@ def test_a_reader_of_strangers():
         thread.start()
         for rng in rounds:
             body = msgspec.msgpack.encode(rng.choice(replies))
-            segment = HEADER.pack(SEGMENT, 0, 0, 1000) + bytes(1000)
+            segment = wire.HEADER.pack(wire.SEGMENT, 0, 0, 1000) + bytes(1000)
             said = [GREETING, frame(body if rng.random() < 0.3 else mutated(rng, body), rng)]
             said.append(segment if rng.random() < 0.5 else changed_bytes(rng, segment))
             answers[:] = [b"".join(said)]

@@ -11,29 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.ray import fleet_events as events
 from tensorhub_plugins.vllm.ray import fleet_state as machine
-from tensorhub_plugins.vllm.ray.fleet_events import (
-    Abort,
-    Add,
-    AddExternal,
-    Changed,
-    Cluster,
-    Drain,
-    DrainNodes,
-    Event,
-    PolicySaid,
-    Reported,
-    SetTarget,
-    Start,
-    Started,
-    StartExternal,
-    StartFailed,
-    Stop,
-    StopFailed,
-    Stopped,
-    Tick,
-    UndrainNodes,
-)
 from tensorhub_plugins.vllm.ray.fleet_state import FleetState
 from tensorhub_plugins.vllm.ray.fleet_types import Lost, Seen
 
@@ -98,7 +77,7 @@ class World:
     def tell_cluster(self) -> None:
         self.told = set(self.nodes)
         self.avoided &= self.told
-        self.give(Cluster(self.addresses(), self.slots))
+        self.give(events.Cluster(self.addresses(), self.slots))
 
     def addresses(self) -> dict[str, str]:
         return {node: f"10.0.0.{ord(node)}" for node in sorted(self.nodes)}
@@ -112,11 +91,11 @@ class World:
             case "report":
                 self.report()
             case "tick":
-                self.give(Tick())
+                self.give(events.Tick())
             case "minutes pass":
                 self.now += 400.0 * (which + 1)
                 self.report()  # it has gone on all the time
-                self.give(Tick())
+                self.give(events.Tick())
             case "cluster":
                 self.slots = which % 4
                 self.tell_cluster()
@@ -127,14 +106,14 @@ class World:
                 if name := pick(self.launching, which):
                     if self.launching.pop(name) == "joined" and self.states[name] == "starting":
                         self._failed()
-                    self.give(StartFailed(name, "no room"))
+                    self.give(events.StartFailed(name, "no room"))
             case "stopped":
                 if name := pick(self.stopping, which):
                     self._has_stopped(name)
             case "stop failed":
                 if name := pick(self.stopping, which):
                     self.stopping.discard(name)
-                    self.give(StopFailed(name, "Ray does not answer"))
+                    self.give(events.StopFailed(name, "Ray does not answer"))
             case "ready" | "unready" | "restarting" | "gone" | "asked" | "answered":
                 if name := pick(self.dispatcher, which):
                     self._happens(self.dispatcher[name], what)
@@ -142,25 +121,25 @@ class World:
                 (self.nodes.discard if what == "node dies" else self.nodes.add)(NODES[which % 3])
                 self.nodes.add("a")  # Ray's head
             case "add":
-                self.give(Add(which % 3))
+                self.give(events.Add(which % 3))
             case "add external":
-                self.give(AddExternal(f"http://server-{which % 3}"))
+                self.give(events.AddExternal(f"http://server-{which % 3}"))
             case "drain" | "drain now":
                 name = pick(self.state.members, which) or "nobody"
                 self.at_once |= {name} if what == "drain now" else set()
-                self.give(Drain(name, 10.0 * which, now=what == "drain now"))
+                self.give(events.Drain(name, 10.0 * which, now=what == "drain now"))
             case "drain node":
                 self.avoided |= {NODES[which % 3]} & self.told
-                self.give(DrainNodes(frozenset({NODES[which % 3]}), 10.0 * which))
+                self.give(events.DrainNodes(frozenset({NODES[which % 3]}), 10.0 * which))
             case "undrain node":
                 nodes = frozenset({NODES[which % 3]})
                 if nodes & self.avoided & self.told:
                     self.avoided -= nodes
-                self.give(UndrainNodes(nodes, NODES[which % 3]))
+                self.give(events.UndrainNodes(nodes, NODES[which % 3]))
             case "target":
-                self.give(SetTarget(which - 1 if which else None))
+                self.give(events.SetTarget(which - 1 if which else None))
             case "policy":
-                self.give(PolicySaid(which * 3 - 5))
+                self.give(events.PolicySaid(which * 3 - 5))
             case "fleet dies":
                 self.restart_fleet()
             case _:
@@ -178,14 +157,14 @@ class World:
         kind = self.launching.pop(name)
         free = sorted(self.nodes - self.avoided) or ["a"]
         self.real[name] = Replica(free[which % len(free)] if kind == "joined" else "")
-        self.give(Started(name, f"handle of {name}"))
+        self.give(events.Started(name, f"handle of {name}"))
 
     def _has_stopped(self, name: str) -> None:
         self.stopping.discard(name)
         self.launching.pop(name, None)
         self.real.pop(name, None)
         self.owed.discard(name)
-        self.give(Stopped(name))
+        self.give(events.Stopped(name))
 
     @staticmethod
     def _happens(replica: Replica, what: str) -> None:
@@ -215,7 +194,7 @@ class World:
             elif replica.ready and self.states.get(name) == "starting":
                 self.failures = 0
         self.give(
-            Reported(
+            events.Reported(
                 tuple(
                     Seen(name, f"handle of {name}", r.node, r.ready, 7, r.in_flight, r.draining, r.lost)
                     for name, r in self.dispatcher.items()
@@ -236,9 +215,11 @@ class World:
         self.stopping = set()
         for effect in self.state.resume(self.now):
             match effect:
-                case Start(name) | StartExternal(name):
-                    self.launching[name] = launching.get(name, "joined" if isinstance(effect, Start) else "external")
-                case Stop(name):
+                case events.Start(name) | events.StartExternal(name):
+                    self.launching[name] = launching.get(
+                        name, "joined" if isinstance(effect, events.Start) else "external"
+                    )
+                case events.Stop(name):
                     self.stopping.add(name)
                 case _:
                     raise AssertionError(effect)
@@ -246,7 +227,7 @@ class World:
 
     # --- the rules ----------------------------------------------------------------------------------------------------
 
-    def give(self, event: Event) -> None:
+    def give(self, event: events.Event) -> None:
         before = _plain(self.state)
         lost = {name for name, replica in self.dispatcher.items() if replica.lost}
         try:
@@ -255,7 +236,7 @@ class World:
             assert len(error.message) > 10 and _plain(self.state) == before
             return
         own_before = len(self.own())
-        starts = [effect for effect in effects if isinstance(effect, Start)]
+        starts = [effect for effect in effects if isinstance(effect, events.Start)]
         for effect in effects:
             self._carry_out(effect, lost)
         if starts:
@@ -274,27 +255,27 @@ class World:
 
     def _carry_out(self, effect: object, lost: set[str]) -> None:
         match effect:
-            case Start(name, rank, avoid):
+            case events.Start(name, rank, avoid):
                 assert rank not in self.ranks and name == f"rollout-{rank}"
                 assert avoid == self.avoided
                 self.ranks.add(rank)
                 self.owed.add(name)
                 self.launching[name] = "joined"
                 self.slots -= 1
-            case StartExternal(name, _):
+            case events.StartExternal(name, _):
                 self.owed.add(name)
                 self.launching[name] = "external"
-            case Abort(name, handle):
+            case events.Abort(name, handle):
                 assert handle == f"handle of {name}" and self.states[name] == "draining" and name not in self.aborted
                 assert self.now >= self.state.members[name].since
                 self.aborted[name] = self.now
-            case Stop(name, handle):
+            case events.Stop(name, handle):
                 assert name not in self.stopping, "it is being stopped"
                 assert handle == (None if name not in self.real else f"handle of {name}")
                 self._was_free_to_stop(name, lost)
                 self.launching.pop(name, None)
                 self.stopping.add(name)
-            case Changed(member):
+            case events.Changed(member):
                 before = self.states.get(member.name, "starting")
                 assert member.state == before or member.state in MAY_BECOME[before], (before, member)
                 if (before, member.state, member.why) == ("ready", "draining", machine.BY_NAME):
@@ -348,7 +329,7 @@ class World:
             self.slots = 5
             self.tell_cluster()
             self.report()
-            self.give(Tick())
+            self.give(events.Tick())
         ready = [name for name, state in self.states.items() if state == "ready" and not name.startswith("external")]
         assert len(ready) == self.state.wanted, f"{len(ready)} of {self.state.wanted} are ready"
         assert {member.state for member in self.state.members.values()} <= {"ready"}

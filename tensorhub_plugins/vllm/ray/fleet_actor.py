@@ -18,33 +18,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from tensorhub_plugins.core import Deadline, UsageError, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
+from tensorhub_plugins.vllm.ray import fleet_events as events
 from tensorhub_plugins.vllm.ray import policy as policies
-from tensorhub_plugins.vllm.ray.fleet_events import (
-    DRAIN_TIMEOUT_S,
-    Abort,
-    Add,
-    AddExternal,
-    Changed,
-    Cluster,
-    Drain,
-    DrainNodes,
-    Effect,
-    Event,
-    PolicySaid,
-    Reported,
-    Say,
-    SetTarget,
-    Start,
-    Started,
-    StartExternal,
-    StartFailed,
-    Stop,
-    StopFailed,
-    Stopped,
-    Targeted,
-    Tick,
-    UndrainNodes,
-)
 from tensorhub_plugins.vllm.ray.fleet_state import FleetState
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen, View
 
@@ -80,7 +55,7 @@ class FleetActor:
     async def report(self, seen: Sequence[Seen], waiting: int = 0, unnamed: int = 0) -> list[Entry]:
         """The roster. waiting: requests that were given to nobody yet; unnamed: members that cannot be named yet."""
         await self._begin()
-        self._handle(Reported(tuple(seen), waiting, unnamed))
+        self._handle(events.Reported(tuple(seen), waiting, unnamed))
         return self._state.roster()
 
     # --- for people: a sentence on what has begun or what was wrong, and whether it was refused -----------------------
@@ -92,7 +67,7 @@ class FleetActor:
 
     async def add(self, count: int) -> tuple[str, bool]:
         """So many more."""
-        return await self._command(Add(count))
+        return await self._command(events.Add(count))
 
     async def add_external(self, url: str) -> tuple[str, bool]:
         """A server that was started by hand."""
@@ -102,7 +77,7 @@ class FleetActor:
                 await knock(url)
         except UsageError as error:
             return error.message, True
-        text, is_refused = await self._command(AddExternal(url))
+        text, is_refused = await self._command(events.AddExternal(url))
         joining = [one for one in self._state.members.values() if one.url == url]
         deadline = Deadline.after(0.0 if is_refused else EXTERNAL_TIMEOUT_S)
         while joining[0].is_launching and deadline.remaining() > 0:
@@ -113,41 +88,41 @@ class FleetActor:
 
     async def target(self, count: int | None) -> tuple[str, bool]:
         """So many; None: what the policy says."""
-        return await self._command(SetTarget(count))
+        return await self._command(events.SetTarget(count))
 
-    async def drain(self, name: str, timeout_s: float = DRAIN_TIMEOUT_S, now: bool = False) -> tuple[str, bool]:
+    async def drain(self, name: str, timeout_s: float = events.DRAIN_TIMEOUT_S, now: bool = False) -> tuple[str, bool]:
         """One member leaves, now or when enough others are ready."""
-        return await self._command(Drain(name, timeout_s, now))
+        return await self._command(events.Drain(name, timeout_s, now))
 
     async def drain_node(
-        self, node: str, timeout_s: float = DRAIN_TIMEOUT_S, why: str = "its node is drained"
+        self, node: str, timeout_s: float = events.DRAIN_TIMEOUT_S, why: str = "its node is drained"
     ) -> tuple[str, bool]:
         """node: its address, its host's name, or Ray's id of it. External servers there leave as well, also if the
         node is none of Ray's."""
         there = await self._nodes_called(node)
         hosts = {plain_host(node)} | {plain_host(name) for one in there for name in _names_of(one)}
         ids = frozenset(one["NodeID"] for one in there)
-        return await self._command(DrainNodes(ids, timeout_s, why, frozenset(hosts)))
+        return await self._command(events.DrainNodes(ids, timeout_s, why, frozenset(hosts)))
 
     async def undrain_node(self, node: str) -> tuple[str, bool]:
         """It may be used again: the notice was withdrawn, or the work on it is done."""
         there = await self._nodes_called(node)
-        return await self._command(UndrainNodes(frozenset(one["NodeID"] for one in there), node))
+        return await self._command(events.UndrainNodes(frozenset(one["NodeID"] for one in there), node))
 
     async def _nodes_called(self, name: str) -> list[dict[str, Any]]:
         """What Ray knows of them now; the state is told, too."""
         await self._begin()
         nodes = await asyncio.to_thread(live_nodes)
-        self._handle(Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, self._state.slots))
+        self._handle(events.Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, self._state.slots))
         return [one for one in nodes if name in _names_of(one)]
 
-    async def _command(self, event: Event) -> tuple[str, bool]:
+    async def _command(self, event: events.Event) -> tuple[str, bool]:
         await self._begin()
         try:
             effects = self._handle(event)
         except UsageError as error:
             return error.message, True
-        said = "; ".join(effect.text for effect in effects if isinstance(effect, Say))
+        said = "; ".join(effect.text for effect in effects if isinstance(effect, events.Say))
         return said or f"the target is {self._state.wanted}, as it was", False
 
     # --- the shell ----------------------------------------------------------------------------------------------------
@@ -170,26 +145,26 @@ class FleetActor:
         if self._state.policy:
             self._keep(self._ask_policy())
 
-    def _handle(self, event: Event) -> list[Effect]:
+    def _handle(self, event: events.Event) -> list[events.Effect]:
         effects = self._state.handle(event, time.monotonic())
-        if effects or not isinstance(event, (Reported, Cluster, Tick)):
+        if effects or not isinstance(event, (events.Reported, events.Cluster, events.Tick)):
             # Calls of one actor to another arrive in their order: it is kept before anything of it is done.
             self._starter.save.remote(self._state)
         for effect in effects:
             self._carry_out(effect)
         return effects
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _carry_out(self, effect: events.Effect) -> None:
         match effect:
-            case Start(name, rank, avoid):
+            case events.Start(name, rank, avoid):
                 self._keep(self._start(name, lambda: self._starter.start.remote(name, rank, avoid)))
-            case StartExternal(name, url):
+            case events.StartExternal(name, url):
                 self._keep(self._start(name, lambda: self._starter.start_external.remote(name, url)))
-            case Abort(name, handle):
+            case events.Abort(name, handle):
                 self._keep(self._abort(name, handle))
-            case Stop(name, handle):
+            case events.Stop(name, handle):
                 self._keep(self._stop(name, handle))
-            case Changed(member):
+            case events.Changed(member):
                 about = f" ({member.why})" if member.why else ""
                 logger.info("fleet: %s is %s, version %d%s", member.name, member.state, member.version, about)
                 record(
@@ -201,9 +176,9 @@ class FleetActor:
                     node=member.node,
                     why=member.why or None,
                 )
-            case Targeted(target, by):
+            case events.Targeted(target, by):
                 record("target", worker="fleet", target=target, by=by)
-            case Say(text):
+            case events.Say(text):
                 logger.warning("fleet: %s", text)
 
     def _keep(self, work: Any) -> None:
@@ -232,9 +207,9 @@ class FleetActor:
         try:
             handle = await self._ask(call)
         except Exception as error:
-            self._handle(StartFailed(name, sentence(error)))
+            self._handle(events.StartFailed(name, sentence(error)))
         else:
-            self._handle(Started(name, handle))
+            self._handle(events.Started(name, handle))
 
     async def _abort(self, name: str, handle: Any) -> None:
         try:
@@ -246,23 +221,23 @@ class FleetActor:
         try:
             await asyncio.wait_for(self._ask(lambda: self._starter.stop.remote(name, handle)), STOP_TIMEOUT_S)
         except asyncio.TimeoutError:
-            self._handle(StopFailed(name, f"it takes more than {STOP_TIMEOUT_S:.0f} s"))
+            self._handle(events.StopFailed(name, f"it takes more than {STOP_TIMEOUT_S:.0f} s"))
         except Exception as error:
-            self._handle(StopFailed(name, sentence(error)))
+            self._handle(events.StopFailed(name, sentence(error)))
         else:
-            self._handle(Stopped(name))
+            self._handle(events.Stopped(name))
 
     async def _watch_cluster(self) -> None:
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
             await self._look()
-            self._handle(Tick())
+            self._handle(events.Tick())
 
     async def _look(self) -> None:
         try:
             nodes = await asyncio.to_thread(live_nodes)
             slots = await asyncio.wait_for(self._starter.slots.remote(frozenset(self._state.avoided)), SLOTS_TIMEOUT_S)
-            self._handle(Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, slots))
+            self._handle(events.Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, slots))
         except Exception as error:  # Ray's head or the starter is busy, or is being started again
             logger.info("fleet: what there is room for is not known now: %s", sentence(error))
 
@@ -279,7 +254,7 @@ class FleetActor:
                 said = asked.result() if asked.done() else f"it does not answer within {POLICY_TIMEOUT_S:g} s"
                 asked = None if asked.done() else asked
                 if isinstance(said, int):
-                    self._handle(PolicySaid(said))
+                    self._handle(events.PolicySaid(said))
                 elif complaint != said:  # once
                     complaint = said
                     logger.warning("fleet: policy %s is ignored: %s", self._state.policy, said)

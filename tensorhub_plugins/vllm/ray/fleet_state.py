@@ -27,33 +27,7 @@ from typing import Any
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.vllm.ray.fleet_events import (
-    DRAIN_TIMEOUT_S,
-    RESERVE_TIMEOUT_S,
-    Abort,
-    Add,
-    AddExternal,
-    Changed,
-    Cluster,
-    Drain,
-    DrainNodes,
-    Effect,
-    Event,
-    PolicySaid,
-    Reported,
-    Say,
-    SetTarget,
-    Start,
-    Started,
-    StartExternal,
-    StartFailed,
-    Stop,
-    StopFailed,
-    Stopped,
-    Targeted,
-    Tick,
-    UndrainNodes,
-)
+from tensorhub_plugins.vllm.ray import fleet_events as events
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Member, Seen, State, View
 
 STARTS_MAX = 8  # at once: every start reads hundreds of files of Python from what is often one shared disk
@@ -117,61 +91,61 @@ class FleetState:
     failures: int = 0  # of starts, since one was ready
     start_again_at: float = 0.0
     last_failure: str = ""
-    _effects: list[Effect] = field(default_factory=list)
+    _effects: list[events.Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.by_policy = bool(self.policy)
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: events.Event, now: float) -> list[events.Effect]:
         """What is to be done now. Raises UsageError for a command that cannot be, and then nothing has changed."""
         self._effects, was_ready = [], bool(self._ready())
         match event:
-            case Reported():
+            case events.Reported():
                 self._report(event, now)
-            case Cluster(nodes, slots):
+            case events.Cluster(nodes, slots):
                 self._cluster(nodes, slots, now)
-            case Started(name, handle):
+            case events.Started(name, handle):
                 self._started(name, handle, now)
-            case StartFailed(name, why):
+            case events.StartFailed(name, why):
                 if (member := self.members.get(name)) is not None and member.is_launching:
                     self._fail(member, why, now)
-            case Stopped(name):
+            case events.Stopped(name):
                 self._stopped(name, now)
-            case StopFailed(name, why):
+            case events.StopFailed(name, why):
                 self._stop_failed(name, why, now)
-            case Add(count):
+            case events.Add(count):
                 self._add(count)
-            case AddExternal(url):
+            case events.AddExternal(url):
                 self._add_external(url, now)
-            case Drain():
+            case events.Drain():
                 self._drain_by_name(event, now)
-            case DrainNodes():
+            case events.DrainNodes():
                 self._drain_nodes(event, now)
-            case UndrainNodes(nodes, host):
+            case events.UndrainNodes(nodes, host):
                 self._undrain_nodes(nodes, host)
-            case SetTarget(target):
+            case events.SetTarget(target):
                 self._set_target(target)
-            case PolicySaid(target):
+            case events.PolicySaid(target):
                 self._policy_said(target)
-            case Tick():
+            case events.Tick():
                 self._time_out(now)
             case _:
                 assert_never(event)
         self._let_leave(now)
         self._reconcile(now)
-        if isinstance(event, (Add, SetTarget, UndrainNodes)):
+        if isinstance(event, (events.Add, events.SetTarget, events.UndrainNodes)):
             self._say_what_begins(now)
-        elif isinstance(event, (Drain, DrainNodes)):
+        elif isinstance(event, (events.Drain, events.DrainNodes)):
             self._say_what_waits(event, was_ready, now)
         return self._effects
 
-    def resume(self, now: float) -> list[Effect]:
+    def resume(self, now: float) -> list[events.Effect]:
         """What was under way when this state was saved, and nobody may be waiting for any more."""
         self._effects = []
         for member in self.members.values():
             if member.state == "stopping":
                 member.deadline = math.inf
-                self._effects.append(Stop(member.name, member.handle))
+                self._effects.append(events.Stop(member.name, member.handle))
             elif member.is_launching:
                 self._effects.append(self._start_of(member))
             member.seen_at = now
@@ -231,7 +205,7 @@ class FleetState:
 
     # --- what is heard ------------------------------------------------------------------------------------------------
 
-    def _report(self, report: Reported, now: float) -> None:
+    def _report(self, report: events.Reported, now: float) -> None:
         self.waiting, self.reported_at = report.waiting, now
         for seen in report.seen:
             if seen.name in self.gone:
@@ -250,7 +224,7 @@ class FleetState:
             if member.node in self.avoided and member.state == "starting" and member.kind == "joined":
                 self._fail(member, "it was placed on a node that is drained", now)
             elif member.node in self.avoided and member.state in ("starting", "ready", "lost"):
-                self._drain(member, DRAIN_TIMEOUT_S, "its node is drained", now)
+                self._drain(member, events.DRAIN_TIMEOUT_S, "its node is drained", now)
         self.is_known = self.is_known or (bool(report.seen) and report.unnamed == 0)
 
     def _first(self, seen: Seen, now: float) -> _Member:
@@ -289,7 +263,7 @@ class FleetState:
             self.nodes = dict(nodes)
             self.addresses.update(nodes)
             self.avoided &= nodes.keys()
-        just_begun = [m for m in self.members.values() if m.is_launching and now - m.since < RESERVE_TIMEOUT_S]
+        just_begun = [m for m in self.members.values() if m.is_launching and now - m.since < events.RESERVE_TIMEOUT_S]
         self.slots = max(0, slots - len([member for member in just_begun if member.kind == "joined"]))
         for member in list(self.members.values()):
             if member.state == "stopping" or not self._is_node_lost(member):
@@ -319,7 +293,7 @@ class FleetState:
                 self._give_back(member, now)
             elif member.state == "stopping" and member.stops and is_late:
                 member.deadline = math.inf
-                self._effects.append(Stop(member.name, member.handle))
+                self._effects.append(events.Stop(member.name, member.handle))
             elif member.state == "starting" and is_late and (is_told or member.handle is None):
                 self._fail(member, f"it was not ready after {START_TIMEOUT_S:.0f} s", now)
             elif member.state == "lost" and member.kind != "external" and is_late and is_told:
@@ -336,7 +310,7 @@ class FleetState:
             return
         if len(own) > self.wanted:
             for member in sorted(own, key=_goes_first)[: len(own) - self.wanted]:
-                self._drain(member, DRAIN_TIMEOUT_S, f"the target is {self.wanted}", now)
+                self._drain(member, events.DRAIN_TIMEOUT_S, f"the target is {self.wanted}", now)
             return
         under_way = len([one for one in own if one.state == "starting"])
         count = min(self.wanted - len(own), self.slots, STARTS_MAX - under_way)
@@ -354,10 +328,10 @@ class FleetState:
         self._effects.append(self._start_of(member))
         self._changed(member, now)
 
-    def _start_of(self, member: _Member) -> Effect:
+    def _start_of(self, member: _Member) -> events.Effect:
         if member.kind == "external":
-            return StartExternal(member.name, member.url)
-        return Start(member.name, member.rank, frozenset(self.avoided))
+            return events.StartExternal(member.name, member.url)
+        return events.Start(member.name, member.rank, frozenset(self.avoided))
 
     def _started(self, name: str, handle: Any, now: float) -> None:
         member = self.members.get(name)
@@ -367,12 +341,12 @@ class FleetState:
     def _fail(self, member: _Member, why: str, now: float) -> None:
         self._stop(member, why, now)
         if member.kind != "joined":
-            self._effects.append(Say(f"{member.name} {member.url} did not start: {why}"))
+            self._effects.append(events.Say(f"{member.name} {member.url} did not start: {why}"))
             return
         delay_s = min(START_DELAY_MAX_S, START_DELAY_S * 2**self.failures)
         self.failures = min(self.failures + 1, 32)
         self.start_again_at, self.last_failure = now + delay_s, why
-        self._effects.append(Say(f"{member.name} did not start, the next try is in {delay_s:.0f} s: {why}"))
+        self._effects.append(events.Say(f"{member.name} did not start, the next try is in {delay_s:.0f} s: {why}"))
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -396,11 +370,11 @@ class FleetState:
             self._stop(member, f"{member.why}; {member.in_flight} requests were under way to the end", now)
             return
         member.is_aborted, member.deadline = True, now + ABORT_TIMEOUT_S
-        self._effects.append(Abort(member.name, member.handle))
+        self._effects.append(events.Abort(member.name, member.handle))
 
     def _stop(self, member: _Member, why: str, now: float) -> None:
         member.deadline = math.inf
-        self._effects.append(Stop(member.name, member.handle))
+        self._effects.append(events.Stop(member.name, member.handle))
         self._move(member, "stopping", why, now)
 
     def _stopped(self, name: str, now: float) -> None:
@@ -419,7 +393,9 @@ class FleetState:
             return
         delay_s = min(STOP_DELAY_MAX_S, STOP_DELAY_S * 2**member.stops)
         member.stops, member.deadline = min(member.stops + 1, 32), now + delay_s
-        self._effects.append(Say(f"{name} has not given back what it used, the next try is in {delay_s:.0f} s: {why}"))
+        self._effects.append(
+            events.Say(f"{name} has not given back what it used, the next try is in {delay_s:.0f} s: {why}")
+        )
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -435,7 +411,7 @@ class FleetState:
             if not self.policy:
                 raise UsageError("this run has no policy: start it with option fleet_policy, or give a number")
             self.by_policy = True
-            self._effects.append(Say(f"the target is set by {self.policy}"))
+            self._effects.append(events.Say(f"the target is set by {self.policy}"))
             return
         if not _is_whole(target):
             raise UsageError(f"target {target!r}: give a whole number of replicas")
@@ -444,7 +420,7 @@ class FleetState:
         if self.by_policy:
             self.by_policy = False
             self._effects.append(
-                Say(f"{self.policy} no longer sets the target (`tensorhub fleet target policy` undoes)")
+                events.Say(f"{self.policy} no longer sets the target (`tensorhub fleet target policy` undoes)")
             )
         self._aim(target, "people")
 
@@ -454,7 +430,7 @@ class FleetState:
 
     def _aim(self, target: int, by: str) -> None:
         if target != self.wanted:
-            self._effects += [Say(f"the target is {target}, it was {self.wanted}"), Targeted(target, by)]
+            self._effects += [events.Say(f"the target is {target}, it was {self.wanted}"), events.Targeted(target, by)]
         self.target = target
 
     def _add_external(self, url: str, now: float) -> None:
@@ -464,9 +440,9 @@ class FleetState:
         member = _Member(f"external-{self.next_external}", "external", "starting", now, url=url)
         self.next_external += 1
         self._launch(member, now)
-        self._effects.append(Say(f"{url} joins as {member.name}"))
+        self._effects.append(events.Say(f"{url} joins as {member.name}"))
 
-    def _drain_by_name(self, event: Drain, now: float) -> None:
+    def _drain_by_name(self, event: events.Drain, now: float) -> None:
         member = self.members.get(event.name)
         if member is None:
             raise UsageError(f"no member is called {event.name!r}: there are {', '.join(self.members) or 'none'}")
@@ -475,16 +451,16 @@ class FleetState:
         _check_timeout(event.timeout_s)
         if member.kind != "external" and member.state != "draining" and member.leaves_within_s is None:
             if self.wanted == self.minimum:
-                self._effects.append(Say(f"another one is started in its place: fleet_min is {self.minimum}"))
+                self._effects.append(events.Say(f"another one is started in its place: fleet_min is {self.minimum}"))
             self._aim(max(self.minimum, self.wanted - 1), "people")
         if member.state == "ready" and not event.now and len(self._ready()) <= self.minimum:
             member.leaves_within_s = event.timeout_s
             self._move(member, "ready", f"{BY_NAME}, and waits until others are ready", now)
             return
         self._drain(member, event.timeout_s, BY_NAME, now)
-        self._effects.append(Say(self._how_it_leaves(member, event.timeout_s)))
+        self._effects.append(events.Say(self._how_it_leaves(member, event.timeout_s)))
 
-    def _drain_nodes(self, event: DrainNodes, now: float) -> None:
+    def _drain_nodes(self, event: events.DrainNodes, now: float) -> None:
         there = [
             one
             for one in self.members.values()
@@ -497,9 +473,9 @@ class FleetState:
         self.avoided |= event.nodes & self.nodes.keys()
         for member in there:
             self._drain(member, event.timeout_s, event.why, now)
-            self._effects.append(Say(self._how_it_leaves(member, event.timeout_s)))
+            self._effects.append(events.Say(self._how_it_leaves(member, event.timeout_s)))
         if not there:
-            self._effects.append(Say("no member is there; none will be started there"))
+            self._effects.append(events.Say("no member is there; none will be started there"))
 
     def _undrain_nodes(self, nodes: frozenset[str], host: str) -> None:
         if not nodes & self.nodes.keys():
@@ -507,7 +483,7 @@ class FleetState:
         if not nodes & self.avoided:
             raise UsageError(f"node {host} is not drained")
         self.avoided -= nodes
-        self._effects.append(Say(f"replicas may be started on {host} again"))
+        self._effects.append(events.Say(f"replicas may be started on {host} again"))
 
     def _how_it_leaves(self, member: _Member, timeout_s: float) -> str:
         if member.state == "stopping":
@@ -515,17 +491,19 @@ class FleetState:
         return f"{member.name} drains: {member.in_flight} requests may take {timeout_s:.0f} s"
 
     def _say_what_begins(self, now: float) -> None:
-        started = [effect.name for effect in self._effects if isinstance(effect, Start)]
+        started = [effect.name for effect in self._effects if isinstance(effect, events.Start)]
         leaving = [
-            one.member.name for one in self._effects if isinstance(one, Changed) and one.member.state == "draining"
+            one.member.name
+            for one in self._effects
+            if isinstance(one, events.Changed) and one.member.state == "draining"
         ]
         if started:
-            self._effects.append(Say(f"starting {', '.join(started)}"))
+            self._effects.append(events.Say(f"starting {', '.join(started)}"))
         if leaving:
-            self._effects.append(Say(f"draining {', '.join(leaving)}"))
+            self._effects.append(events.Say(f"draining {', '.join(leaving)}"))
         lacking = self.wanted - len(self._own())
         if lacking > 0:
-            self._effects.append(Say(f"{lacking} more will be started later: {self._why_later(now)}"))
+            self._effects.append(events.Say(f"{lacking} more will be started later: {self._why_later(now)}"))
 
     def _why_later(self, now: float) -> str:
         if not self.is_known:
@@ -534,18 +512,20 @@ class FleetState:
             return f"the last start failed, the next is in {self.start_again_at - now:.0f} s ({self.last_failure})"
         return "there is no room now" if self.slots <= 0 else f"{STARTS_MAX} start at a time"
 
-    def _say_what_waits(self, event: Drain | DrainNodes, was_ready: bool, now: float) -> None:
+    def _say_what_waits(self, event: events.Drain | events.DrainNodes, was_ready: bool, now: float) -> None:
         """After a drain, when it is known what was started in its place: it waits for that, or requests do."""
         ready = self._ready()
         coming = [one.name for one in self._own() if one.state != "ready"]
         successor = f"{' or '.join(coming)} is" if coming else f"another one is ({self._why_later(now)})"
-        member = self.members[event.name] if isinstance(event, Drain) else None
+        member = self.members[event.name] if isinstance(event, events.Drain) else None
         if member is not None and member.leaves_within_s is not None:
             one = "the last that is ready" if len(ready) == 1 else f"one of {len(ready)} that are ready"
             one += f", and fleet_min is {self.minimum}" if self.minimum > 1 else ""
-            self._effects.append(Say(f"{member.name} is {one}: it drains when {successor}, or at once with --now"))
+            self._effects.append(
+                events.Say(f"{member.name} is {one}: it drains when {successor}, or at once with --now")
+            )
         elif was_ready and not ready:
-            self._effects.append(Say(f"it was the last that is ready: requests wait until {successor}"))
+            self._effects.append(events.Say(f"it was the last that is ready: requests wait until {successor}"))
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
@@ -560,7 +540,7 @@ class FleetState:
             self._changed(member, now)
 
     def _changed(self, member: _Member, now: float) -> None:
-        self._effects.append(Changed(self._shown(member, now)))
+        self._effects.append(events.Changed(self._shown(member, now)))
 
 
 def host_of(url: str) -> str:

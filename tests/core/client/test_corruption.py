@@ -17,16 +17,8 @@ from inproc import MemoryLink
 from tensorhub_plugins.core import CHECKPOINT, Client, CorruptBytes, ShardKey, UsageError
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.client.serving import SAMPLED_SEGMENTS, sample
+from tensorhub_plugins.core.transports.stream import messages as wire
 from tensorhub_plugins.core.transports.stream.channel import Channel
-from tensorhub_plugins.core.transports.stream.messages import (
-    CONTROL,
-    HEADER,
-    HELLO,
-    MAGIC,
-    PROTOCOL,
-    StreamOpened,
-    StreamRefused,
-)
 
 KEY = ShardKey(1, CHECKPOINT)
 TRANSPORTS = ["memory", "tcp", "shm"]
@@ -222,15 +214,15 @@ def test_without_digests_nothing_is_said(stage):
 
 
 def control(body: bytes) -> bytes:
-    return HEADER.pack(CONTROL, 0, 0, len(body)) + body
+    return wire.HEADER.pack(wire.CONTROL, 0, 0, len(body)) + body
 
 
 def opened(manifest: bytes) -> bytes:
-    return control(msgspec.msgpack.encode(StreamOpened(0, msgspec.Raw(manifest))))
+    return control(msgspec.msgpack.encode(wire.StreamOpened(0, msgspec.Raw(manifest))))
 
 
 def refused(message: bytes) -> bytes:
-    body = msgspec.msgpack.encode(StreamRefused("gone", "x" * len(message)))
+    body = msgspec.msgpack.encode(wire.StreamRefused("gone", "x" * len(message)))
     return control(body.replace(b"x" * len(message), message))
 
 
@@ -251,7 +243,7 @@ GARBAGE = {
     "a part outside": opened(spec(part=[[4], [1]])),
     "half an element": opened(spec(shape=[3])),
     "nothing": b"",
-    "a segment": HEADER.pack(2, 0, 0, 4) + b"four",
+    "a segment": wire.HEADER.pack(2, 0, 0, 4) + b"four",
     "an empty message": control(b""),
 }
 
@@ -261,9 +253,9 @@ def answer_with(client: Client, garbage: bytes) -> None:
 
     def serve(channel: Channel) -> None:
         try:
-            greeting = bytearray(HELLO.size)
+            greeting = bytearray(wire.HELLO.size)
             channel.fill([memoryview(greeting)], time.monotonic() + SOON_S)
-            channel.send([HELLO.pack(MAGIC, PROTOCOL, 0, b""), garbage], time.monotonic() + SOON_S)
+            channel.send([wire.HELLO.pack(wire.MAGIC, wire.PROTOCOL, 0, b""), garbage], time.monotonic() + SOON_S)
             channel.receive_header(time.monotonic() + SOON_S)
         finally:
             channel.close()
@@ -300,7 +292,7 @@ def test_a_source_says_in_one_line_what_a_stranger_asked(stage, caplog, request_
     trainer.publish(1, tensors_of(1))
     endpoint = trainer._transports["tcp"]._server._listener.getsockname()
     with socket.create_connection(endpoint, timeout=SOON_S) as stranger:
-        stranger.sendall(HELLO.pack(MAGIC, PROTOCOL, 0, b"") + BAD_REQUESTS[request_]())
+        stranger.sendall(wire.HELLO.pack(wire.MAGIC, wire.PROTOCOL, 0, b"") + BAD_REQUESTS[request_]())
         while stranger.recv(1 << 16):
             pass
     until(lambda: "closed the connection" in caplog.text)
