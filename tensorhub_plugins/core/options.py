@@ -103,7 +103,7 @@ class Need(NamedTuple):
         return self.version_bytes * self.copies + self.more_bytes
 
 
-def says_memory(worker: str, need: Need, workers: int = 1) -> str:
+def memory_summary(worker: str, need: Need, workers: int = 1) -> str:
     """Return what a worker takes, and so many workers on its host, as text for users."""
     one = f"{worker} takes up to {gigabytes(need.size_bytes)} of host memory"
     copies = f"{need.copies} copies of the {gigabytes(need.version_bytes)} that it has of a version"
@@ -112,9 +112,9 @@ def says_memory(worker: str, need: Need, workers: int = 1) -> str:
     return f"{one} ({copies}){all_}"
 
 
-def says_need(given: StoreOptions, worker: str, need: Need, workers: int) -> str:
+def need_summary(given: StoreOptions, worker: str, need: Need, workers: int) -> str:
     """Return the same before the run. Raise UsageError for what exceeds a strict budget."""
-    said, budget = says_memory(worker, need, workers), given.memory_budget_bytes
+    said, budget = memory_summary(worker, need, workers), given.memory_budget_bytes
     if budget is not None and need.size_bytes > budget:
         said = f"{said}, above memory_budget_bytes={budget}"
         if given.over_budget == "refuse":

@@ -29,7 +29,7 @@ from tensorhub_plugins.openrlhf.config import FLAG, NAME, Options
 from tensorhub_plugins.openrlhf.install import backend_of
 from tensorhub_plugins.vllm import command_line
 from tensorhub_plugins.vllm.model_size import model_of
-from tensorhub_plugins.vllm.outlook import BESIDE, Model, Outlook, check_heads, count, says_gpus, says_memory
+from tensorhub_plugins.vllm.outlook import BESIDE, Model, Outlook, check_heads, count, gpus_summary, memory_summary
 
 ELEMENT_SIZE_BYTES = 2  # OpenRLHF runs vLLM, and trains, in bfloat16
 STOCK, OURS = "openrlhf.cli.train_ppo_ray", "tensorhub_plugins.openrlhf.train_ppo_ray"
@@ -142,7 +142,7 @@ def tell(outlook: Outlook, options: Options, args: Any, needs: Mapping[str, int]
     )
     when = "generate beside the training" if args.train.async_enable else "and trainer work in turns, on policy"
     outlook.said += [
-        says_gpus(needs),
+        gpus_summary(needs),
         f"hub: {options.hub} answers" if options.hub else "hub: the run starts one, on Ray's head node",
         f"trainer: {count(ranks, 'rank')} will publish version N after step N; each keeps {options.keep} versions of "
         f"its share, and needs host memory for {options.keep + 1}",
@@ -155,8 +155,8 @@ def tell(outlook: Outlook, options: Options, args: Any, needs: Mapping[str, int]
     if model is not None:
         size_bytes, tp = ELEMENT_SIZE_BYTES * model.elements, args.vllm.tensor_parallel_size
         share, slice_ = Need(size_bytes // ranks, options.keep + 1), Need(size_bytes // tp, options.copies)
-        outlook.tell(says_memory, options, model, "each trainer rank", share, args.actor.num_gpus_per_node)
-        outlook.tell(says_memory, options, model, "each worker of an engine", slice_, tp)
+        outlook.tell(memory_summary, options, model, "each trainer rank", share, args.actor.num_gpus_per_node)
+        outlook.tell(memory_summary, options, model, "each worker of an engine", slice_, tp)
         if engines > 1:
             outlook.said.append(BESIDE)
     if options.fleet_policy is not None:

@@ -17,7 +17,16 @@ from tensorhub_plugins.core.options import Need, gigabytes
 from tensorhub_plugins.verl import config
 from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WAY_OUT, WHERE, Options, spans_of
 from tensorhub_plugins.vllm import drafts
-from tensorhub_plugins.vllm.outlook import BESIDE, Model, Outlook, check_number, count, is_meant, says_gpus, says_memory
+from tensorhub_plugins.vllm.outlook import (
+    BESIDE,
+    Model,
+    Outlook,
+    check_number,
+    count,
+    gpus_summary,
+    is_meant,
+    memory_summary,
+)
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number, in bytes
 DROP_IN_COPIES = 2  # every worker has all of a version, and the one before until it is there
@@ -90,8 +99,8 @@ def check(root: Any) -> tuple[Options, Outlook]:
         outlook.ask(check_batch, root)
         outlook.ask(check_trainer, _get(root, "trainer"))
         outlook.tell(check_engines, root)
-    outlook.said.append(f"weights: {says_parts(root, options)}")
-    outlook.said.append(f"dtype: {says_dtype(options)}")
+    outlook.said.append(f"weights: {parts_summary(root, options)}")
+    outlook.said.append(f"dtype: {dtype_summary(options)}")
     outlook.ask(check_resume, _get(root, "trainer"))
     outlook.ask(check_path, _get(root, "actor_rollout_ref", "model"))
     outlook.ask(check_model, _get(root, "actor_rollout_ref", "model"))
@@ -199,7 +208,7 @@ def check_engines(root: Any) -> str:
         "teachers": _pool(_get(root, "distillation"), "enabled"),
     }
     rest = f"; {total - used} of the engines' {total} stay unused" if used < total else ""
-    return f"{says_gpus(parts)}{rest}"
+    return f"{gpus_summary(parts)}{rest}"
 
 
 def _pool(part: Any, switch: str) -> int:
@@ -271,7 +280,7 @@ def check_model(model: Any) -> None:
         raise UsageError(LORA)
 
 
-def says_parts(root: Any, options: Options) -> str:
+def parts_summary(root: Any, options: Options) -> str:
     """Whether trainer ranks publish what they hold, or gather whole tensors, and why; see parts.py."""
     reference = _get(root, "actor_rollout_ref")
     strategy, lora = _get(reference, "actor", "strategy"), _get(reference, "model", "lora")
@@ -300,15 +309,15 @@ def tell_memory(outlook: Outlook, root: Any, options: Options, model: Model | No
     size_bytes = model.elements * SIZES[options.dtype or "float32"]
     here, engines = int(_get(trainer, "n_gpus_per_node") or 1), engines_of(root)
     share = Need(size_bytes // max(1, here * int(_get(trainer, "nnodes") or 1)), options.keep + 1)
-    outlook.tell(says_memory, options, model, "each trainer rank", share, here)
+    outlook.tell(memory_summary, options, model, "each trainer rank", share, here)
     part = Need(size_bytes // int(_get(rollout, "tensor_model_parallel_size") or 1), options.copies)
     if _get(rollout, "name") == ROLLOUT:
-        outlook.tell(says_memory, options, model, "each worker of an engine", part, engines.gpus_here)
+        outlook.tell(memory_summary, options, model, "each worker of an engine", part, engines.gpus_here)
         if engines.gpus_here < engines.gpus_per_node:
             outlook.said.append(BESIDE)
         return
     whole, workers = Need(size_bytes, DROP_IN_COPIES), engines.gpus_per_node
-    outlook.tell(says_memory, options, model, "each worker of an engine", whole, workers)
+    outlook.tell(memory_summary, options, model, "each worker of an engine", whole, workers)
     if workers > 1:
         outlook.said.append(
             f"LOOK: drop-in takes {gigabytes(whole.size_bytes * workers)} of host memory on every host of engines, as "
@@ -317,7 +326,7 @@ def tell_memory(outlook: Outlook, root: Any, options: Options, model: Model | No
         )
 
 
-def says_dtype(options: Options) -> str:
+def dtype_summary(options: Options) -> str:
     if options.dtype is None:
         return "weights are published as the trainer has them"
     return (

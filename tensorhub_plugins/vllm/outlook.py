@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tensorhub_plugins.core import TensorHubError, UsageError
-from tensorhub_plugins.core.options import Need, StoreOptions, says_need
+from tensorhub_plugins.core.options import Need, StoreOptions, need_summary
 
 BESIDE = "memory: engines beside it on its host use the same copies, and take none of their own"
 MISSPELT_MIN = 0.7  # difflib's ratio; other back ends of verl are below 0.5, of torch (nccl, gloo, xccl) below 0.3
@@ -77,16 +77,16 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def says_gpus(parts: Mapping[str, int]) -> str:
+def gpus_summary(parts: Mapping[str, int]) -> str:
     """What a cluster must have, in all and for what. parts: a number of GPUs by what they are for."""
     for_ = ", ".join(f"{number} for {what}" for what, number in parts.items() if number)
     return f"GPUs: {sum(parts.values())} are needed ({for_})"
 
 
-def says_memory(options: StoreOptions, model: Model, worker: str, need: Need, workers: int) -> str:
+def memory_summary(options: StoreOptions, model: Model, worker: str, need: Need, workers: int) -> str:
     """What hosts need of `need` for each of so many workers. UsageError where a budget that is kept is less."""
     how = "" if model.is_exact else "; the number of weights is from the model's configuration"
-    return f"memory: {says_need(options, worker, need, workers)}{how}"
+    return f"memory: {need_summary(options, worker, need, workers)}{how}"
 
 
 def check_heads(model: Model | None, parallel: int, option: str) -> None:

@@ -117,7 +117,7 @@ def test_weights_are_published_in_the_dtype_of_the_rollouts(arguments, dtype):
     told = [line for line in driver.check(root).said if line.startswith("dtype: ")]
     trainers = config.parse(root.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.get(config.BACKEND))
     assert trainers.dtype == dtype
-    assert told == [f"dtype: {checks.says_dtype(trainers)}"] and (dtype or "as the trainer has them") in told[0]
+    assert told == [f"dtype: {checks.dtype_summary(trainers)}"] and (dtype or "as the trainer has them") in told[0]
 
 
 def test_the_memory_of_a_run_is_told_before_it(tmp_path):

@@ -10,7 +10,7 @@ import logging
 
 from tensorhub_plugins.core import machine
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.options import Need, gigabytes, says_memory
+from tensorhub_plugins.core.options import Need, gigabytes, memory_summary
 
 log = logging.getLogger("tensorhub.client")
 
@@ -26,7 +26,7 @@ class Budget:
         """Log what this worker is about to use. workers: on this host, which use as much each. mend: what a user can do
         about it. Raise UsageError where the host has less free, or the budget is less and refuses the excess.
         """
-        said = says_memory(self.worker, need, workers)
+        said = memory_summary(self.worker, need, workers)
         available = machine.available_bytes()
         if 0 < available < need.size_bytes * workers:
             raise UsageError(f"{said}, and {gigabytes(available)} are free there: {mend}")

@@ -232,20 +232,20 @@ def all_public(cls: type[T]) -> type[T]:
 
 
 def wait_for(
-    future: Future[Any], *, timeout_s: float | None = None, give_up: Callable[[], object] = lambda: None
+    future: Future[Any], *, timeout_s: float | None = None, abandon: Callable[[], object] = lambda: None
 ) -> None:
-    """Wait until it is done, or for so long. If the caller is interrupted before, call `give_up`, raise Interrupted."""
+    """Wait until it is done, or for so long. If the caller is interrupted before, call `abandon`, raise Interrupted."""
     call: _Call[Any] | None = getattr(_mine, "call", None)
     either = (future,) if call is None else (future, call.interrupted)
     wait(either, timeout_s, FIRST_COMPLETED)
     if call is not None and call.interrupted.done() and not future.done():
-        give_up()
+        abandon()
         raise Interrupted
 
 
-def result(future: Future[T], *, timeout_s: float | None = None, give_up: Callable[[], object] = lambda: None) -> T:
+def result(future: Future[T], *, timeout_s: float | None = None, abandon: Callable[[], object] = lambda: None) -> T:
     """Return the result of this future, as in `wait_for`."""
-    wait_for(future, timeout_s=timeout_s, give_up=give_up)
+    wait_for(future, timeout_s=timeout_s, abandon=abandon)
     return future.result(0.0)
 
 

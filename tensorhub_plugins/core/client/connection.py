@@ -185,7 +185,7 @@ class HubLink:
             numbers.append(number)
             return make(number)
 
-        return calls.result(self.ask(numbered, deadline), give_up=lambda: self.end_lease(numbers[0]))
+        return calls.result(self.ask(numbered, deadline), abandon=lambda: self.end_lease(numbers[0]))
 
     def end_lease(
         self,
@@ -341,7 +341,7 @@ class HubLink:
                 self._flush()
                 if is_last:
                     return
-                self._look_at_handshakes()
+                self._check_handshakes()
                 self._receive_all()
                 with self._lock:
                     self._carry_out(self._machine.handle(session.Tick(), time.monotonic()))
@@ -374,7 +374,7 @@ class HubLink:
                 "%s: %s kept a place here without reading, and has lost it", self._name, printable(message.idle)
             )
         if isinstance(message, messages.Welcome) and not self._welcomed.done():
-            self._look_at_handshakes()  # from now on a child may be forked, and must not inherit this connection
+            self._check_handshakes()  # from now on a child may be forked, and must not inherit this connection
             if not self._welcomed.done():
                 self._welcomed.set_result(None)
         if isinstance(message, messages.Alive) and message.unreached:
@@ -388,7 +388,7 @@ class HubLink:
         if self._gate is not None and hub is not None and tells:
             self._gate.hear(hub, tells, time.monotonic())
 
-    def _look_at_handshakes(self) -> None:
+    def _check_handshakes(self) -> None:
         problem = self._handshakes.problem(time.monotonic())
         if problem is None:
             return
@@ -436,11 +436,11 @@ class HubLink:
                 case session.Redial():
                     self._is_to_redial = True
                 case session.HubBack():
-                    self._say_back(effect)
+                    self._log_back(effect)
                 case _:
                     assert_never(effect)
 
-    def _say_back(self, effect: session.HubBack) -> None:
+    def _log_back(self, effect: session.HubBack) -> None:
         log.info("%s: the hub is back%s", self._name, ", restarted: told it all" if effect.restarted else "")
         if effect.former:
             log.error("%s: two hubs answer at %s by turns: %s", self._name, self.address, TWO_HUBS)

@@ -59,7 +59,7 @@ class Copies:
                 if self._closed or has_whole(self._serving.keys(), version):
                     return  # the hub did not know yet that it is here
                 self._read(version)
-            self._serving.give_up_copies(version)
+            self._serving.release_copies(version)
         except Exception as error:  # out of memory, for example: the hub asks another worker
             known = isinstance(error, TensorHubError)
             text = "%s: has no copy of version %d for others: %s"

@@ -121,7 +121,7 @@ class Destinations:
         if self._into is not None:
             self._claim(self._into.live.whole)
         if self.borrows:
-            self._serving.give_back_borrowed()
+            self._serving.release_borrowed()
         if self._into is not None:
             self._into.live.settle()
         if self.serve:

@@ -152,7 +152,7 @@ class Publisher:
         self._last_seconds: float | None = None  # that the previous version took
         self._is_said = False  # the memory it takes was reported
         if model:
-            self._say_memory(sum(self._cast_spec(spec).size_bytes for spec in self._mine))
+            self._check_memory(sum(self._cast_spec(spec).size_bytes for spec in self._mine))
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # Started with the first version that is over.
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
@@ -210,7 +210,7 @@ class Publisher:
             coming, self._coming = self._coming, None
             self._last_seconds = coming.result().get(SECONDS)
 
-    def _say_failure(self, done: Future[dict[str, float]]) -> None:
+    def _log_failure(self, done: Future[dict[str, float]]) -> None:
         """Log an error at once: the next publish, which raises it, may be minutes away, and engines wait."""
         error = done.exception()
         if error is not None:
@@ -243,7 +243,7 @@ class Publisher:
             self._executor = resources.pool_of(1, "tensorhub-publish")
         size_bytes, self._coming_whole = float(taken.slab.size_bytes), taken.whole
         self._coming = self._executor.submit(self._offer, version, taken, started, deadline)
-        self._coming.add_done_callback(self._say_failure)
+        self._coming.add_done_callback(self._log_failure)
         return {
             **({} if self._last_seconds is None else {SECONDS: self._last_seconds}),
             "tensorhub/publish/gather_seconds": time.monotonic() - started,
@@ -376,10 +376,10 @@ class Publisher:
         """Return memory for these, and by name the slices in which each is published."""
         pieces = {spec.name: self._slices_of(spec) for spec in until(deadline, specs)}
         plain = [msgspec.structs.replace(piece.spec, part=None) for each in pieces.values() for piece in each]
-        self._say_memory(sum(spec.size_bytes for spec in plain))
+        self._check_memory(sum(spec.size_bytes for spec in plain))
         return self.client.allocate(plain, deadline=deadline), pieces
 
-    def _say_memory(self, size_bytes: int) -> None:
+    def _check_memory(self, size_bytes: int) -> None:
         """Report the memory of its share of one version, once. Raise UsageError where it does not fit."""
         if not self._is_said:
             mend = "keep fewer versions, publish them in a smaller dtype, or train on more hosts"

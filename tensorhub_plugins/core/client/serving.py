@@ -140,7 +140,7 @@ class Serving:
         with suppress(RuntimeError):  # closed meanwhile
             self._background.submit(self._release, ticket)
 
-    def give_back_borrowed(self) -> None:
+    def release_borrowed(self) -> None:
         """Stop offering what is in borrowed memory, so that its owner may reuse that. Does not block."""
         with self._changed:
             entries = self._shelf.entries.items()
@@ -150,7 +150,7 @@ class Serving:
             with suppress(RuntimeError):  # closed meanwhile
                 self._background.submit(self._release, ticket)
 
-    def give_up_copies(self, version: int) -> None:
+    def release_copies(self, version: int) -> None:
         """Unpublish what was read for others: the hub says whether and how long it has to stay. Does not block."""
         with self._changed:
             ticket = self._shelf.copies(version)

@@ -63,7 +63,7 @@ class Beginning:
     def _may_be_unheard(self, history: History, now: float) -> bool:
         """Return whether the newest attempt is a former hub's and its trainer, not heard here yet, may be alive."""
         mark = history.directive.mark
-        if not mark or now >= self._registry.all_silent_are_given_up or self._registry.is_ours(mark):
+        if not mark or now >= self._registry.all_silent_are_dead or self._registry.is_ours(mark):
             return False
         return not any(worker.mark == mark for worker in history.workers.values())
 

@@ -110,7 +110,7 @@ class Hub:
         self._namesakes = Namesakes(self.registry, self._outbox, lease_key)
         self._beginning = Beginning(self.registry, self._outbox, self._following)
         self._has_recovered = False
-        for later in (self.registry.recovered, self.registry.all_silent_are_given_up):
+        for later in (self.registry.recovered, self.registry.all_silent_are_dead):
             self.registry.schedule(later, None)
 
     @property
@@ -132,7 +132,7 @@ class Hub:
             self.registry.was_deaf(event.deaf_s, now)
         if not self._has_recovered and not self.registry.recovering(now):  # requests that waited for that come first
             self._has_recovered = True
-            self._look_at_all()
+            self._check_all()
         match event:
             case Received(session, message, role):
                 self._receive(session, message, role, now)
@@ -208,24 +208,24 @@ class Hub:
         match due:
             case Worker():
                 silence_s = self.registry.silence_s(due)
-                if now > self.registry.heard_until(due.last_heard, silence_s):
+                if now > self.registry.silent_after(due.last_heard, silence_s):
                     why = ", and others have found that it has ended" if due.refuses else ""
                     self._forget(due, f"not heard for {silence_s:g} s{why}")
                 elif now >= due.silence_at:  # else it is checked later
                     self.registry.schedule_silence(due)
             case Lease():
-                self._look_at_lease(due, now)
+                self._check_lease(due, now)
             case Pending():
                 waiters.mark_ready(due)
             case Claim():
                 self._outbox.log(f"{due.worker.name}: claim to convert {due.key} has expired")
                 self.registry.remove_claim(due)
             case None:
-                self._look_at_all()
+                self._check_all()
             case _:
                 assert_never(due)
 
-    def _look_at_all(self) -> None:
+    def _check_all(self) -> None:
         """Try all requests again: every worker has had time to send a Hello, or is declared dead."""
         for history in self.registry.histories.values():
             self.registry.waiters.mark_all_ready(history.waiting.values())
@@ -245,7 +245,7 @@ class Hub:
         validate(self.registry)
         return self._outbox.take()
 
-    def _look_at_lease(self, lease: Lease, now: float) -> None:
+    def _check_lease(self, lease: Lease, now: float) -> None:
         """End a lease that is over: at its deadline, which its reader knows; at the bound of all leases, or because it
         is idle, of which the reader is notified, and of idleness the sources, whose slots it keeps unused, too."""
         reader, ends_at = lease.reader, min(lease.deadline, self.registry.idle_at(lease))
@@ -406,7 +406,7 @@ class Hub:
             worker.has_proved_name = self._namesakes.has_proved(session, hello)
             self.registry.add_worker(worker)
             for former in self._namesakes.former_lives(worker):
-                self._forget(former, "has started again: this was its former life")
+                self._forget(former, "has started again: this was its former incarnation")
             history.group(worker).recall(hello.shard, hello.generation, hello.resolved)
         if hello.retain_newest is not None and not worker.is_zombie:
             history.recall_retain(hello.retain_newest, hello.retain_domains, hello.retain_across, hello.retain_serial)
@@ -542,7 +542,7 @@ class Hub:
             if isinstance(pending.message, m.Acquire) and request_id <= last_request_id and request_id not in asked:
                 self.registry.waiters.remove(pending)  # abandoned, and the message that says so was lost
         self.registry.renew(worker, heartbeat.progress, now)
-        self._hear_used(worker, heartbeat.served, now)
+        self._record_used(worker, heartbeat.served, now)
         unreached.hear(worker, heartbeat.unreached, self._outbox, now)
         history = worker.history
         self.registry.waiters.mark_all_ready(history.beginning.values())  # the previous trainer may be the live one
@@ -559,11 +559,11 @@ class Hub:
         worker.room_bytes, worker.is_leaving = heartbeat.room_bytes, heartbeat.leaving
         self._domains.look(history, now)
 
-    def _hear_used(self, source: Worker, served: tuple[str, ...] | None, now: float) -> None:
+    def _record_used(self, source: Worker, served: tuple[str, ...] | None, now: float) -> None:
         """End the leases of readers' keys that are not used, so that no unpublish waits for them."""
         if served is None or not source.readers:
             return
-        for lease in self.registry.hear_used(source, served, now):
+        for lease in self.registry.record_used(source, served, now):
             self._take_lease(lease, is_idle=True)
             self.registry.end_lease(lease)
         self.registry.waiters.mark_all_ready(p for p in source.pending.values() if isinstance(p.message, m.Unpublish))

@@ -66,7 +66,7 @@ class Namesakes:
                 "Client(job=...)"
             )
         silent_s = SILENT_HEARTBEATS * beat_s
-        return "" if any(now <= self._registry.heard_until(other.last_heard, silent_s) for other in others) else None
+        return "" if any(now <= self._registry.silent_after(other.last_heard, silent_s) for other in others) else None
 
     def former_lives(self, worker: Worker) -> list[Worker]:
         """Return the earlier incarnations whose name this worker, which was admitted, has taken."""

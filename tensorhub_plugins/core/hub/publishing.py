@@ -59,7 +59,7 @@ class Publishing:
             self._outbox.refuse(worker, request_id, "UsageError", problem)
         else:
             self._registry.end_claim(worker, announced.key, now, converted=True)
-            self._look_at_budget(worker.history)
+            self._check_budget(worker.history)
             self._outbox.reply(worker, m.Done(request_id))
 
     def _may_be_taken(self, worker: Worker, announced: m.Holding, now: float) -> bool:
@@ -73,7 +73,7 @@ class Publishing:
             return False
         return any(w.seen_version >= key.version for w in history.workers.values() if w.role != "reader")
 
-    def _look_at_budget(self, history: History) -> None:
+    def _check_budget(self, history: History) -> None:
         """Log an excess of the budget once, until it is kept again. Refuse nothing: a trainer must go on."""
         most = self._registry.limits.published_bytes_max
         was_over, history.is_over_budget = history.is_over_budget, 0 < most < history.published_size_bytes

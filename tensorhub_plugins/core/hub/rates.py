@@ -21,7 +21,7 @@ class Rates:
         self._per_s = per_s
         self._full = BURST_S * per_s
         self._buckets: dict[bytes, tuple[float, float]] = {}  # units left, and as of when
-        self._told_at: dict[bytes, float] = {}  # when a sender whose bucket is empty was notified last
+        self._notified_at: dict[bytes, float] = {}  # when a sender whose bucket is empty was notified last
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -37,7 +37,7 @@ class Rates:
         if len(self._buckets) > BUCKETS_KEPT_MAX:  # a new bucket is full: the oldest are likely to be full again
             for old in list(islice(self._buckets, BUCKETS_KEPT_MAX // 2)):
                 del self._buckets[old]
-                self._told_at.pop(old, None)
+                self._notified_at.pop(old, None)
         return True
 
     def charge(self, who: bytes, units: float) -> None:
@@ -45,9 +45,9 @@ class Rates:
         left, then = self._buckets.get(who, (self._full, 0.0))
         self._buckets[who] = left - units, then
 
-    def is_to_hear(self, who: bytes, now: float) -> bool:
+    def may_notify(self, who: bytes, now: float) -> bool:
         """Return whether a refused sender is to be notified: once a second."""
-        if now - self._told_at.get(who, -1.0) < 1.0:
+        if now - self._notified_at.get(who, -1.0) < 1.0:
             return False
-        self._told_at[who] = now
+        self._notified_at[who] = now
         return True

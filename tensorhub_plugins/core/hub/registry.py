@@ -107,26 +107,26 @@ class Registry:
     def was_deaf(self, seconds: float, now: float) -> None:
         """Record that the hub could receive nothing for so long, until now: no worker counts as silent for it."""
         self._deaf.append((now, seconds))
-        for later in (self.recovered, self.all_silent_are_given_up):
+        for later in (self.recovered, self.all_silent_are_dead):
             self.schedule(later, None)
 
-    def heard_until(self, since: float, seconds: float) -> float:
+    def silent_after(self, since: float, seconds: float) -> float:
         """Return when the hub has listened for so many seconds from `since` on."""
         return since + seconds + sum(deaf for until, deaf in self._deaf if until > since)
 
     @property
     def recovered(self) -> float:
         """Return when all live workers have sent their Hello (rule 6)."""
-        return self.heard_until(self.started, self.limits.grace_s)
+        return self.silent_after(self.started, self.limits.grace_s)
 
     def recovering(self, now: float) -> bool:
         """Return whether some workers may not have sent their Hello yet (rule 6)."""
         return now < self.recovered
 
     @property
-    def all_silent_are_given_up(self) -> float:
+    def all_silent_are_dead(self) -> float:
         """Return when a worker of the time before our start, not heard since, counts as dead."""
-        return self.heard_until(self.started, max(self.limits.session_timeout_s, self.limits.grace_s))
+        return self.silent_after(self.started, max(self.limits.session_timeout_s, self.limits.grace_s))
 
     def is_ours(self, mark: bytes) -> bool:
         """Return whether this incarnation of the hub has begun the attempt of that mark."""
@@ -151,7 +151,7 @@ class Registry:
 
     def schedule_silence(self, worker: Worker) -> None:
         """Schedule the time at which it will have been silent for too long."""
-        worker.silence_at = self.heard_until(worker.last_heard, self.silence_s(worker)) + TIMER_STEP_S
+        worker.silence_at = self.silent_after(worker.last_heard, self.silence_s(worker)) + TIMER_STEP_S
         self.schedule(worker.silence_at, worker)
 
     def refuses(self, worker: Worker) -> None:
@@ -396,7 +396,7 @@ class Registry:
     def idle_at(self, lease: Lease) -> float:
         """Return when this lease will have been idle for too long."""
         bound = lease.reader.lease_bounds.get(lease.request_id)
-        return lease.deadline if bound is None else self.heard_until(bound.progress_at, self.limits.lease_idle_s)
+        return lease.deadline if bound is None else self.silent_after(bound.progress_at, self.limits.lease_idle_s)
 
     def renew(self, worker: Worker, progress: Mapping[int, int], now: float) -> None:
         """Take the progress of its reads, by request: a lease whose read has advanced is not idle."""
@@ -405,7 +405,7 @@ class Registry:
             if bound is not None and progress[request_id] > bound.progress:
                 bound.progress, bound.progress_at = progress[request_id], now
 
-    def hear_used(self, source: Worker, served: Iterable[str], now: float) -> list[Lease]:
+    def record_used(self, source: Worker, served: Iterable[str], now: float) -> list[Lease]:
         """Take a source's report of which leases on it were used; return those that kept a slot there unused for too
         long. The holder of a reader's key may report any progress of its own: what its sources report counts."""
         used, unused = frozenset(served), []
@@ -416,7 +416,7 @@ class Registry:
             at = lease.served_at.setdefault(source.session, since)
             if name_of(lease.reader.session, lease.request_id) in used:
                 lease.served_at[source.session] = now
-            elif now > self.heard_until(at, self.limits.lease_idle_s):
+            elif now > self.silent_after(at, self.limits.lease_idle_s):
                 unused.append(lease)
         return unused
 
@@ -428,7 +428,7 @@ class Registry:
     def is_unused(self, lease: Lease, source: Worker, now: float) -> bool:
         """Return whether the source reports that nothing is read from it under this lease."""
         at = lease.served_at.get(source.session)
-        return at is not None and now > self.heard_until(at, self.unused_s)
+        return at is not None and now > self.silent_after(at, self.unused_s)
 
     def add_lease(self, lease: Lease) -> None:
         """Add the lease of a reader that was granted sources."""
@@ -503,7 +503,7 @@ class Registry:
         if session is not None:
             self._count_record(reader, -1)
             reader.announced_shards -= lease.is_announced
-            self._let_go(lease, key, session)
+            self._release_source(lease, key, session)
         if not lease.sources:
             reader.leases.pop(lease.request_id, None)
         if key not in reader.reading:
@@ -512,7 +512,7 @@ class Registry:
                 reader.depth.pop(key, None)
         self.refresh_candidate(reader, key)
 
-    def _let_go(self, lease: Lease, key: ShardKey, session: bytes) -> None:
+    def _release_source(self, lease: Lease, key: ShardKey, session: bytes) -> None:
         """Release this source for one shard, and detach it if no other shard is read from it."""
         _count(lease, key, -1)
         _add(lease.shards_of, session, -1)

@@ -130,7 +130,7 @@ def _worker(worker: Worker, now: float, shut: list[str]) -> dict[str, object]:
         "pending": len(worker.pending),
         "corrupt_segments": worker.corrupt_segments,
         "refuses": {**_number(worker.refusal[0]), "why": worker.refusal[1]} if worker.refusal[0] else None,
-        "unreached": unreached.said_of(worker, shut),
+        "unreached": unreached.summary_of(worker, shut),
     }
 
 

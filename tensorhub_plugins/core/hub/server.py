@@ -203,7 +203,7 @@ class Server:
                 now = self._now()
                 if now >= next_tick:
                     self._handle(hub.Tick(), now)
-                    self._look_at_files()
+                    self._check_files()
                     next_tick = self._hub.next_deadline(now)
                 if poller.poll(int(1000 * min(0.1, max(0.0, next_tick - now)))):
                     self._let_in()
@@ -223,7 +223,7 @@ class Server:
             self._handle(hub.Tick(deaf_s), now)
         return now
 
-    def _look_at_files(self) -> None:
+    def _check_files(self) -> None:
         """Warn once that no more connections can be accepted, until some can be again."""
         free = files_left(self._files_max)
         if free <= FILES_FREE_MIN and not self._is_full:
@@ -315,7 +315,7 @@ class Server:
         barred = self._failures and self._failures.get(public_name(identity), 0) >= FAILURES_PER_SESSION_MAX
         if self._rates.admits(identity, size_bytes, now) and not barred:
             return True
-        if self._rates.is_to_hear(identity, now):
+        if self._rates.may_notify(identity, now):
             why = "the hub has failed over this session too often: begin another one"
             if not barred:
                 why = f"more than {self._limits.messages_per_s_max} messages a second for too long: some were dropped"
@@ -326,11 +326,11 @@ class Server:
         for effect in effects:
             match effect:
                 case hub.Send(session, message):
-                    self._tell(session, message)
+                    self._notify(session, message)
                 case hub.Log(text, is_warning):
                     self._log(logging.WARNING if is_warning else logging.INFO, text)
 
-    def _tell(self, session: bytes, message: messages.HubMessage) -> None:
+    def _notify(self, session: bytes, message: messages.HubMessage) -> None:
         identity = self._names.identity(session)
         if identity is None:
             return

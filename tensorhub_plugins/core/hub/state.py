@@ -98,7 +98,7 @@ class Lease(_Referred):
     serves: bool = False  # what is read is served to others while it arrives
     beside: bool = False  # it is additional: other sources are read, too
     is_announced: bool = False  # a Hello has reported it; we have not granted it
-    served_at: dict[bytes, float] = field(default_factory=dict)  # by source: its last use, see `Registry.hear_used`
+    served_at: dict[bytes, float] = field(default_factory=dict)  # by source: its last use, see `Registry.record_used`
     shards_of: Counter[bytes] = field(init=False)  # source -> how many of the shards
 
     def __post_init__(self) -> None:

@@ -20,12 +20,12 @@ def hear(reader: Worker, sources: tuple[bytes, ...], outbox: Outbox, now: float)
         if source.is_said_unreached or source.last_heard <= since:
             continue
         source.is_said_unreached = True
-        said = said_of(source, [f"{reader.name} on {reader.hello.location.host or 'another host'}"])
+        said = summary_of(source, [f"{reader.name} on {reader.hello.location.host or 'another host'}"])
         outbox.warn(said)
         outbox.send(session, m.Alive(unreached=said))
 
 
-def said_of(source: Worker, readers: list[str]) -> str:
+def summary_of(source: Worker, readers: list[str]) -> str:
     """Return that these readers cannot connect to this source, for people; "" if there are none."""
     return reach.unreached(source.name, source.hello.endpoints, readers) if readers else ""
 

@@ -137,13 +137,13 @@ def _shareable(size_bytes: int) -> tuple[int, tuple[int, int]]:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             pipe = os.pipe()
         except OSError as error:
-            _say_private(str(resources.refusal(error, forbidden=True) or error))
+            _log_private(str(resources.refusal(error, forbidden=True) or error))
             return NOTHING
         opened.pop_all()
     return fd, pipe
 
 
 @cache
-def _say_private(why: str) -> None:
+def _log_private(why: str) -> None:
     """Log this once for each reason."""
     logger.warning("no memory file, so readers of this host copy by address, or over tcp, and share nothing: %s", why)

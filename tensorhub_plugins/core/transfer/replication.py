@@ -149,7 +149,7 @@ class Replication:
                 self._direct(directive)
             case Tick():
                 for shard in self.shards:
-                    self._look(shard, now)
+                    self._check_speed(shard, now)
             case _:
                 assert_never(event)
         self._keep_time(now)
@@ -328,7 +328,7 @@ class Replication:
                 case _:
                     assert_never(action)
 
-    def _look(self, shard: int, now: float) -> None:
+    def _check_speed(self, shard: int, now: float) -> None:
         """Check the progress of this shard, and ask for an additional source where it is slow."""
         state = self.shards[shard]
         if not state.missing:

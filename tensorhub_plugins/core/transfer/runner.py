@@ -194,7 +194,7 @@ class Transfer:
         while True:
             now = time.monotonic()
             if now >= self._look_at:
-                if (noticed := self._look_at_readers(now)) is not None:
+                if (noticed := self._check_readers(now)) is not None:
                     return noticed
                 self._stalls_at = min((reader.stalls_at for reader in self._readers.values()), default=float("inf"))
                 self._look_at = now + LOOK_S
@@ -210,7 +210,7 @@ class Transfer:
                 raise event
             return event
 
-    def _look_at_readers(self, now: float) -> events.Event | None:
+    def _check_readers(self, now: float) -> events.Event | None:
         """Return the event of a source that has stalled, or that waits itself; None: there is none. While bytes arrive,
         or there is a reason why none do, renew the leases."""
         before, self._come = self._come, self._bytes_from.total()

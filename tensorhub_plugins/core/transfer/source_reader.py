@@ -151,22 +151,22 @@ class SourceReader:
     def _run(self) -> None:
         try:
             link, manifest = self._open()
-            self._tell(events.Opened(self.shard, self.grant.session, manifest, self._slower))
+            self._notify(events.Opened(self.shard, self.grant.session, manifest, self._slower))
             while self._wait():
                 if self._batches:
                     self._read(link)
                 else:
                     unchanged = link.check(deadline=self._soon())
-                    self._tell(events.EpochChecked(self.shard, self.grant.session, unchanged))
+                    self._notify(events.EpochChecked(self.shard, self.grant.session, unchanged))
                     return
         except (TensorHubError, OSError) as error:
             if (lacking := resources.refusal(error)) is not None:
-                self._tell(lacking)  # what this process lacks is not the fault of its source
+                self._notify(lacking)  # what this process lacks is not the fault of its source
             else:
                 text = str(error) if isinstance(error, TensorHubError) else repr(error)
                 self._lost(text)
         except Exception as error:  # a bug of ours: raise it in the caller instead of retrying
-            self._tell(error)
+            self._notify(error)
         finally:
             if self._link is not None:
                 self._link.close()
@@ -239,20 +239,20 @@ class SourceReader:
                 self._busy -= 1
             waited = segment in link.progress.delayed_segments
             names = () if intact else tuple(dict.fromkeys(spec.tensor for spec in manifest.specs_in([segment])))
-            self._tell(events.Arrived(self.shard, self.grant.session, segment, intact, waited, names))
+            self._notify(events.Arrived(self.shard, self.grant.session, segment, intact, waited, names))
             if not intact:
                 raise SourceLost("sent corrupt bytes", peer=self.grant.worker, phase="read")
 
     def _lost(self, why: str) -> None:
         if not self._closed:
-            self._tell(self.lost(why))
+            self._notify(self.lost(why))
 
     def lost(self, why: str) -> events.Lost:
         """Return the event that this source is lost, and whether it was ever reached."""
         is_unreached = self._link is None or self._misled
         return events.Lost(self.shard, self.grant.session, why, self._refused and is_unreached, is_unreached)
 
-    def _tell(self, event: events.Event | Exception) -> None:
+    def _notify(self, event: events.Event | Exception) -> None:
         self._inbox.put((self, event))
 
 

@@ -82,7 +82,7 @@ class ReadPlan:
             if self.computes:
                 self._digests[segment] = digest_of(views, self._manifest.digest_algorithm)
 
-    def look_at(self, segment: int) -> None:
+    def digest_in_place(self, segment: int) -> None:
         """Digest a segment that is in place already, in a target with the source's layout."""
         if self.computes:
             views = self._target.readable(*self._manifest.segment_range(segment))

@@ -50,7 +50,7 @@ class Caches:
         def reset_prefix_cache(reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
             if reset_running_requests:  # the store's own adapters ask for that at each change of the weights
                 core.tensorhub_epochs = epoch(core) + 1
-                self._let_go_of_sessions()
+                self._release_sessions()
             return original(reset_running_requests, reset_connector)
 
         core.reset_prefix_cache = reset_prefix_cache
@@ -113,7 +113,7 @@ class Caches:
         scheduler = self._core.scheduler
         return hasattr(scheduler, "_update_request_as_session") and hasattr(scheduler, "_free_request_blocks")
 
-    def _let_go_of_sessions(self) -> None:
+    def _release_sessions(self) -> None:
         """As vLLM preempts a request that is running: what waits and has been computed is computed anew."""
         scheduler = self._core.scheduler
         if not self._knows_sessions:

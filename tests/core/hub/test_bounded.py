@@ -251,7 +251,7 @@ def test_a_bucket_fills_with_time_and_takes_sizes_and_debts_into_account() -> No
     assert limited.admits(b"c", 1 << 20, 0.0) and not limited.admits(b"c", 0, 80.0) and limited.admits(b"c", 0, 90.0)
     limited.charge(b"d", 200)
     assert not limited.admits(b"d", 0, 0.0) and limited.admits(b"d", 0, 5.0)
-    assert limited.is_to_hear(b"a", 0.0) and not limited.is_to_hear(b"a", 0.9) and limited.is_to_hear(b"a", 1.0)
+    assert limited.may_notify(b"a", 0.0) and not limited.may_notify(b"a", 0.9) and limited.may_notify(b"a", 1.0)
 
 
 def test_buckets_are_bounded() -> None:

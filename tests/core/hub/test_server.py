@@ -372,6 +372,6 @@ def test_that_nobody_else_can_connect_is_said_once(caplog: pytest.LogCaptureFixt
         most = running._files_max
         for free in (100, 1, 0, 2, 40, 1, 100, 1):
             running._files_max = most - files_left(most) + free
-            running._look_at_files()
+            running._check_files()
             running._files_max = most
     assert caplog.text.count("no more connections can be accepted") == 2

@@ -146,15 +146,15 @@ class CudaIpcLink(SocketLink):
 
     def _dispose(self) -> None:
         super()._dispose()
-        self._let_go()
+        self._close_liveness()
 
-    def _let_go(self) -> None:
+    def _close_liveness(self) -> None:
         fd, self._owner_liveness_fd = self._owner_liveness_fd, -1
         if fd >= 0:
             os.close(fd)
 
     def _receive_memory(self, channel: Channel, manifest: Manifest, opened: StreamOpened, deadline: float) -> None:
-        self._let_go()
+        self._close_liveness()
         memory = channel.receive_message(memory_decoder, REPLY_SIZE_BYTES_MAX, deadline)
         (self._owner_liveness_fd,) = channel.receive_descriptors(1, deadline)
         check_memory(memory, manifest.size_bytes)

@@ -97,7 +97,7 @@ class _Arriving:
         self.stack.close()
         return [self.segment]
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         with suppress(_GivenUp):
             self.stack.__exit__(_GivenUp, _GivenUp(), None)
 
@@ -358,7 +358,7 @@ class _RdmaStream:
             views = begun.stack.enter_context(self._plan.receiving(segment, host))
             local = self._local(views, rail.nic, begun)
         except VerbsError as error:
-            begun.give_up()
+            begun.abandon()
             self._blocked = self.in_flight > 0
             if self._blocked:
                 return False
@@ -419,7 +419,7 @@ class _RdmaStream:
         if self._arriving:
             self._connection.hang_up()  # before the target's memory is released
             for begun in self._arriving.values():
-                begun.give_up()
+                begun.abandon()
         self._pool.shutdown()
         os.close(self._finished)
 

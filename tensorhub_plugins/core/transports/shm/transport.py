@@ -205,7 +205,7 @@ class ShmLink(SocketLink):
         def copy(segments: list[int]) -> list[int]:
             if plan.target.borrowed is not None and plan.target.borrowed is loan:  # they are in place already
                 for segment in segments:
-                    plan.look_at(segment)
+                    plan.digest_in_place(segment)
                 return segments
             for run, end in runs_of(segments):
                 for first in range(run, end, at_once):  # neighbours, however small they and their tensors are
