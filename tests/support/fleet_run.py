@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -17,12 +18,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.ray import fleet, preemption
-from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen
-from tensorhub_plugins.vllm.ray.handles import opened, sealed
+from tensorhub_plugins.vllm.ray.fleet_events import Reported
+from tensorhub_plugins.vllm.ray.fleet_types import Entry
+from tensorhub_plugins.vllm.ray.fleet_types import Member as Shown
+from tensorhub_plugins.vllm.ray.members import Member, Members
+from tensorhub_plugins.vllm.ray.reporting import Reporter
 from tensorhub_plugins.vllm.ray.room import slots
 
 BUNDLE = {"engine": 1.0}
 BEAT_S = 0.2
+BEAT_TIMEOUT_S = 5.0
 DEADLINE_S = 90.0
 
 
@@ -92,95 +97,68 @@ def engine(name: str, **options: Any) -> Any:
 
 
 class Dispatcher:
-    """The work of a framework's router: heartbeats, reports, and requests that outlive their engine."""
+    """The work of a framework's router, over the table that theirs have: heartbeats, reports, and requests that outlive
+    their engine."""
 
     def __init__(self, firsts: dict[str, Any]) -> None:
-        self.handles = dict(firsts)
-        self.beats: dict[str, dict[str, Any]] = {}
-        self.lost: dict[str, str] = dict.fromkeys(firsts, "")
-        self.in_flight = dict.fromkeys(firsts, 0)
-        self.draining: set[str] = set()
+        self.members = Members(BEAT_TIMEOUT_S)
+        for name, handle in firsts.items():
+            self.members.add(name, time.monotonic(), handle, worker=f"{name}/0")
+        self.in_flight: Counter[str] = Counter()
         self.answered: dict[int, int] = {}
-        self.by: dict[str, int] = {}
+        self.by: Counter[str] = Counter()
         self.asked_again = 0
         self.waiting = 0
 
     async def run(self) -> None:
+        reporter = Reporter(self)
         while True:
-            await asyncio.gather(*(self._beat(name, handle) for name, handle in list(self.handles.items())))
+            await asyncio.gather(*map(self._beat, list(self.members.all.values())))
             with contextlib.suppress(RayError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._report(), 5.0)
+                await asyncio.wait_for(reporter.report(), BEAT_TIMEOUT_S)
             await asyncio.sleep(BEAT_S)
 
-    async def _beat(self, name: str, handle: Any) -> None:
+    async def _beat(self, member: Member) -> None:
         try:
-            self.beats[name] = await asyncio.wait_for(handle.tensorhub_heartbeat.remote(), 5.0)
-            self.lost[name] = ""
+            answer = await asyncio.wait_for(member.handle.tensorhub_heartbeat.remote(), BEAT_TIMEOUT_S)
+            self.members.heard(member.name, time.monotonic(), answer)
         except (ActorUnavailableError, asyncio.TimeoutError):
-            self.lost[name] = "restarting"
+            self.members.failed(member.name, time.monotonic(), "restarting")
         except RayError:  # also ActorUnschedulableError, which is no RayActorError
-            self.lost[name] = "gone"
+            self.members.failed(member.name, time.monotonic(), "died")
 
-    async def _report(self) -> None:
-        actor = fleet.of_this_job()
-        if actor is None:
-            return
-        seen = []
-        for name, handle in self.handles.items():
-            beat, lost = self.beats.get(name), self.lost[name]
-            seen.append(
-                Seen(
-                    name,
-                    handle,
-                    beat["node"] if beat else "",
-                    ready=bool(beat) and not lost,
-                    version=beat["version"] if beat else 0,
-                    in_flight=self.in_flight[name],
-                    draining=name in self.draining,
-                    lost=lost,  # type: ignore[arg-type]
-                )
-            )
-        roster = {entry.name: entry for entry in opened(await actor.report.remote(sealed(seen), self.waiting))}
-        for name in self.handles.keys() - roster.keys():
-            for known in (self.handles, self.beats, self.lost, self.in_flight):
-                known.pop(name, None)
-        for name, entry in roster.items():
-            self.handles.setdefault(name, entry.handle)
-            self.lost.setdefault(name, "")
-            self.in_flight.setdefault(name, 0)
-        self.draining = {name for name, entry in roster.items() if entry.draining}
+    def seen(self) -> Reported:
+        return self.members.seen(lambda name: self.in_flight[name], self.waiting)
+
+    def apply(self, told: Collection[str], roster: Sequence[Entry]) -> None:
+        self.members.apply(told, roster, time.monotonic())
 
     async def ask(self, prompt: int, seconds: float) -> str:
         """Return the engine that has answered."""
         self.waiting += 1
         while True:
-            free = [
-                name
-                for name in self.handles
-                if name in self.beats and not self.lost[name] and name not in self.draining
-            ]
-            if not free:
+            if not (able := self.members.able()):
                 await asyncio.sleep(0.05)
                 continue
-            name = min(free, key=lambda name: self.in_flight[name])
+            member = min(able, key=lambda one: self.in_flight[one.name])
             self.waiting -= 1
-            self.in_flight[name] += 1
+            self.in_flight[member.name] += 1
             try:
-                answer = await self.handles[name].generate.remote(prompt, seconds)
+                answer = await member.handle.generate.remote(prompt, seconds)
                 assert prompt not in self.answered, "answered twice"
                 self.answered[prompt] = answer
-                self.by[name] = self.by.get(name, 0) + 1
-                return name
+                self.by[member.name] += 1
+                return member.name
             except (RayActorError, InterruptedError):
                 self.asked_again += 1
                 self.waiting += 1
                 await asyncio.sleep(0.05)
             finally:
-                if name in self.in_flight:
-                    self.in_flight[name] -= 1
+                self.in_flight[member.name] -= 1
 
     async def report_of(self) -> dict[str, Any]:
-        return {"answered": self.answered, "by": self.by, "again": self.asked_again, "in_flight": self.in_flight}
+        in_flight = {name: self.in_flight[name] for name in self.members.all}
+        return {"answered": self.answered, "by": dict(self.by), "again": self.asked_again, "in_flight": in_flight}
 
 
 class Run:
@@ -197,7 +175,7 @@ class Run:
         self.failures = failures
         self.running = self.dispatcher.run.remote()
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> Shown:
         view = self.fleet.list()
         return next(one for one in (*view.members, *view.gone) if one.name == name)
 
