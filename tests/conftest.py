@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import inspect
 import os
 import signal
 import sys
@@ -11,6 +13,8 @@ import hypothesis
 import inproc  # noqa: F401  (makes its transport known)
 import pytest
 from running import Budget, SlowTests
+
+COROUTINE_S_MAX = 60.0  # of a test
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
@@ -36,6 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: `smoke` chooses among the `heavy` tests, mark it so")
     if "PYTEST_XDIST_WORKER" in os.environ:  # the slow ones first, or the other processes wait for them at the end
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine: it ends by itself, or at a deadline."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    fixtures = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**fixtures), COROUTINE_S_MAX))
+    return True
 
 
 @atexit.register  # before Ray is imported, so that what it does at the end is done before

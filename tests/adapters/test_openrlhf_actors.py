@@ -50,79 +50,66 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_samples_say_which_versions_they_are_of() -> None:
-    async def story() -> None:
-        one = make_engine(TwoTurns(), is_partial=True)
-        answer = ask(one)
-        await settle()
-        assert len(one.llm.output_processor.request_states) == 2
-        await one.follower.update(3)  # in the middle
-        one.llm.answers.set()
-        samples = await answer
-        assert [sample["extra_logs"] for sample in samples] == 2 * [{"mine": 1.0, FIRST: 0, LAST: 3}]
-        assert one.llm.calls[-5:] == ["pause", "forget", "tensorhub_install", "forget", "resume"]
-
-    asyncio.run(story())
+async def test_samples_say_which_versions_they_are_of() -> None:
+    one = make_engine(TwoTurns(), is_partial=True)
+    answer = ask(one)
+    await settle()
+    assert len(one.llm.output_processor.request_states) == 2
+    await one.follower.update(3)  # in the middle
+    one.llm.answers.set()
+    samples = await answer
+    assert [sample["extra_logs"] for sample in samples] == 2 * [{"mine": 1.0, FIRST: 0, LAST: 3}]
+    assert one.llm.calls[-5:] == ["pause", "forget", "tensorhub_install", "forget", "resume"]
 
 
-def test_without_partial_rollout_a_sample_is_of_one_version() -> None:
-    async def story() -> None:
-        one = make_engine(TwoTurns(), is_partial=False)
-        answer = ask(one)
-        await settle()
-        update = asyncio.create_task(one.follower.update(3))
-        await settle()
-        later = ask(one, min_version=3)
-        await settle()
-        assert "pause" not in one.llm.calls and not later.done()
-        one.llm.answers.set()
-        assert [sample["extra_logs"][LAST] for sample in await answer] == [0, 0]
-        await update
-        assert [sample["extra_logs"][FIRST] for sample in await later] == [3, 3]
-
-    asyncio.run(story())
+async def test_without_partial_rollout_a_sample_is_of_one_version() -> None:
+    one = make_engine(TwoTurns(), is_partial=False)
+    answer = ask(one)
+    await settle()
+    update = asyncio.create_task(one.follower.update(3))
+    await settle()
+    later = ask(one, min_version=3)
+    await settle()
+    assert "pause" not in one.llm.calls and not later.done()
+    one.llm.answers.set()
+    assert [sample["extra_logs"][LAST] for sample in await answer] == [0, 0]
+    await update
+    assert [sample["extra_logs"][FIRST] for sample in await later] == [3, 3]
 
 
-def test_what_a_leaving_engine_gives_back_is_continued_token_by_token() -> None:
+async def test_what_a_leaving_engine_gives_back_is_continued_token_by_token() -> None:
     """Two samples of two turns: one has answered its first turn, the other has not."""
-
-    async def story() -> None:
-        leaver, other = make_engine(TwoTurns(), is_partial=True), make_engine(TwoTurns(), is_partial=True)
-        leaver.llm.switch(3)
-        other.llm.switch(5)
-        answer = ask(leaver)
-        await settle()
-        leaver.llm.answers.set()  # both first turns
-        leaver.llm.answers = asyncio.Event()
-        await settle()
-        await leaver.tensorhub_abort()
-        given_back = await answer
-        assert isinstance(given_back, GivenBack) and given_back.tokens == 2 * (2 + 1)
-        assert isinstance(await ask(leaver), GivenBack), "it takes nothing more"
-        moved = pickle.loads(pickle.dumps(given_back)).journals
-        other.llm.answers.set()
-        samples = await ask(other, journals=moved)
-        # [1, 2] -> 7 8, then 5 and what the other engine has come to.
-        assert [sample["tokens"] for sample in samples] == 2 * [[1, 2, 7, 8, 5, 7, 8]]
-        assert [sample["extra_logs"] for sample in samples] == 2 * [{"mine": 1.0, FIRST: 3, LAST: 5}]
-        assert [(asked, params.max_tokens) for asked, params in other.llm.asked] == 2 * [([1, 2, 7, 8, 5], 5)]
-
-    asyncio.run(story())
+    leaver, other = make_engine(TwoTurns(), is_partial=True), make_engine(TwoTurns(), is_partial=True)
+    leaver.llm.switch(3)
+    other.llm.switch(5)
+    answer = ask(leaver)
+    await settle()
+    leaver.llm.answers.set()  # both first turns
+    leaver.llm.answers = asyncio.Event()
+    await settle()
+    await leaver.tensorhub_abort()
+    given_back = await answer
+    assert isinstance(given_back, GivenBack) and given_back.tokens == 2 * (2 + 1)
+    assert isinstance(await ask(leaver), GivenBack), "it takes nothing more"
+    moved = pickle.loads(pickle.dumps(given_back)).journals
+    other.llm.answers.set()
+    samples = await ask(other, journals=moved)
+    # [1, 2] -> 7 8, then 5 and what the other engine has come to.
+    assert [sample["tokens"] for sample in samples] == 2 * [[1, 2, 7, 8, 5, 7, 8]]
+    assert [sample["extra_logs"] for sample in samples] == 2 * [{"mine": 1.0, FIRST: 3, LAST: 5}]
+    assert [(asked, params.max_tokens) for asked, params in other.llm.asked] == 2 * [([1, 2, 7, 8, 5], 5)]
 
 
-def test_without_partial_rollout_a_prompt_is_asked_again_from_the_beginning() -> None:
-    async def story() -> None:
-        leaver, other = make_engine(TwoTurns(), is_partial=False), make_engine(TwoTurns(), is_partial=False)
-        answer = ask(leaver)
-        await settle()
-        await leaver.tensorhub_abort()
-        given_back = await answer
-        assert isinstance(given_back, GivenBack) and given_back.journals is None
-        other.llm.answers.set()
-        samples = await ask(other, journals=given_back.journals)
-        assert [sample["tokens"] for sample in samples] == 2 * [[1, 2, 7, 8, 7, 8]]
-
-    asyncio.run(story())
+async def test_without_partial_rollout_a_prompt_is_asked_again_from_the_beginning() -> None:
+    leaver, other = make_engine(TwoTurns(), is_partial=False), make_engine(TwoTurns(), is_partial=False)
+    answer = ask(leaver)
+    await settle()
+    await leaver.tensorhub_abort()
+    given_back = await answer
+    assert isinstance(given_back, GivenBack) and given_back.journals is None
+    other.llm.answers.set()
+    samples = await ask(other, journals=given_back.journals)
+    assert [sample["tokens"] for sample in samples] == 2 * [[1, 2, 7, 8, 7, 8]]
 
 
 def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_back_too() -> None:
@@ -152,17 +139,14 @@ def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_bac
         asyncio.run(story(monkeypatch))
 
 
-def test_an_engine_that_leaves_says_goodbye_to_the_store() -> None:
-    async def story() -> None:
-        one = make_engine(TwoTurns(), is_partial=True)
-        said: list[str] = []
-        one.client = SimpleNamespace(close=lambda: said.append("bye"))
-        one._tasks = [asyncio.create_task(asyncio.Event().wait()) for _ in range(2)]
-        await one.close()
-        assert one.llm.calls == ["tensorhub_close"] and said == ["bye"]
-        assert all(task.cancelled() for task in one._tasks)
-
-    asyncio.run(story())
+async def test_an_engine_that_leaves_says_goodbye_to_the_store() -> None:
+    one = make_engine(TwoTurns(), is_partial=True)
+    said: list[str] = []
+    one.client = SimpleNamespace(close=lambda: said.append("bye"))
+    one._tasks = [asyncio.create_task(asyncio.Event().wait()) for _ in range(2)]
+    await one.close()
+    assert one.llm.calls == ["tensorhub_close"] and said == ["bye"]
+    assert all(task.cancelled() for task in one._tasks)
 
 
 def test_an_engine_that_was_started_again_catches_up_before_it_answers() -> None:
@@ -184,48 +168,44 @@ def test_an_engine_that_was_started_again_catches_up_before_it_answers() -> None
     assert asyncio.run(story(4, 2)) == 0
 
 
-def test_an_engine_that_was_started_again_and_refuses_all_there_is_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_was_started_again_and_refuses_all_there_is_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(engine, "RETRY_DELAY_S", 0.0)
+    one = make_engine(TwoTurns(), is_partial=True)
+    said = {"state": "failed", "error": "tensor 'x' is unknown", "error_kind": "VersionRefused"}
 
-    async def story() -> None:
-        one = make_engine(TwoTurns(), is_partial=True)
-        said = {"state": "failed", "error": "tensor 'x' is unknown", "error_kind": "VersionRefused"}
+    async def collective_rpc(method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+        return [said]
 
-        async def collective_rpc(method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
-            return [said]
+    def target(*, refused: tuple[int, ...], pins: bool, timeout_s: float) -> int:
+        if held := {3, 4} - set(refused):
+            return max(held)
+        raise NotPublished("no other one")
 
-        def target(*, refused: tuple[int, ...], pins: bool, timeout_s: float) -> int:
-            if held := {3, 4} - set(refused):
-                return max(held)
-            raise NotPublished("no other one")
-
-        one.llm.collective_rpc = collective_rpc
-        await asyncio.wait_for(one._catch_up(SimpleNamespace(target=target)), 30)
-        assert one.follower.version == 0 and one.follower.refusal == (4, "tensor 'x' is unknown")
-
-    asyncio.run(story())
+    one.llm.collective_rpc = collective_rpc
+    await asyncio.wait_for(one._catch_up(SimpleNamespace(target=target)), 30)
+    assert one.follower.version == 0 and one.follower.refusal == (4, "tensor 'x' is unknown")
 
 
-def test_an_engine_that_is_cut_off_from_the_hub_says_that_it_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_is_cut_off_from_the_hub_says_that_it_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     here = SimpleNamespace(get_node_id=lambda: "node-1")
     monkeypatch.setattr(engine, "ray", SimpleNamespace(get_runtime_context=lambda: here))
-
-    async def story() -> None:
-        one, silent_s = make_engine(TwoTurns(), is_partial=True), 0.0
-        one.llm.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
-        one.staleness = Staleness(lambda: silent_s, 5.0, worker=one.worker)
-        beat = await one.tensorhub_heartbeat()
-        assert (beat["ready"], beat["why"], beat["requests_max"]) == (True, "", 8)
-        silent_s = 6.0
-        beat = await one.tensorhub_heartbeat()
-        assert not beat["ready"] and "has not heard of the hub for 6 s" in beat["why"]
-        with pytest.raises(EngineLost, match="has not heard of the hub"):  # asked all the same, a moment before
-            await one.generate_responses()
-        one.lifeline.is_dying = True  # the control
-        with pytest.raises(EngineLost, match="its vLLM is dead"):
-            await one.tensorhub_heartbeat()
-
-    asyncio.run(story())
+    one, silent_s = make_engine(TwoTurns(), is_partial=True), 0.0
+    one.llm.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    one.staleness = Staleness(lambda: silent_s, 5.0, worker=one.worker)
+    beat = await one.tensorhub_heartbeat()
+    assert (beat["ready"], beat["why"], beat["requests_max"]) == (True, "", 8)
+    silent_s = 6.0
+    beat = await one.tensorhub_heartbeat()
+    assert not beat["ready"] and "has not heard of the hub for 6 s" in beat["why"]
+    with pytest.raises(EngineLost, match="has not heard of the hub"):  # asked all the same, a moment before
+        await one.generate_responses()
+    one.lifeline.is_dying = True  # the control
+    with pytest.raises(EngineLost, match="its vLLM is dead"):
+        await one.tensorhub_heartbeat()
 
 
 def test_what_is_published_are_the_tensors_that_would_be_saved(tmp_path: Any) -> None:

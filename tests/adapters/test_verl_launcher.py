@@ -81,7 +81,7 @@ def test_it_is_told_the_hub_and_reads_no_disk(made):
     assert given == root()  # the next one begins with the same
 
 
-def test_a_replica_of_several_nodes_takes_them_together_and_one_after_the_other(made, monkeypatch):
+async def test_a_replica_of_several_nodes_takes_them_together_and_one_after_the_other(made, monkeypatch):
     """Two that begin at once: the second asks when the first has all it needs, or has given up."""
     asked, at_once = [], []
 
@@ -96,12 +96,8 @@ def test_a_replica_of_several_nodes_takes_them_together_and_one_after_the_other(
     monkeypatch.setattr(launcher.room, "slots", lambda bundles, avoid: 4)
     given = root()
     given.actor_rollout_ref.rollout.tensor_model_parallel_size = 4  # of nodes with two
-
-    async def both():
-        owner = VerlLauncher(given, config.Options())
-        await asyncio.gather(owner.start("rollout-3", 3, ()), owner.start("rollout-4", 4, ()))
-
-    asyncio.run(both())
+    owner = VerlLauncher(given, config.Options())
+    await asyncio.gather(owner.start("rollout-3", 3, ()), owner.start("rollout-4", 4, ()))
     assert asked == [[f"rollout_pool_{rank}verl_group_2_2:{node}" for node in range(2)] for rank in (3, 4)]
     assert at_once == [0, -1, 1, -2]
 
@@ -191,7 +187,7 @@ def test_an_external_server_ends_no_replica_of_the_same_number(monkeypatch):
     assert ended == ["close", "kill"]
 
 
-def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatch):
+async def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatch):
     recorded = []
     rollouter = SimpleNamespace(
         max_required_samples=40,
@@ -217,17 +213,13 @@ def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatch):
 
     monkeypatch.setattr(launcher.external, "start", start)
     monkeypatch.setattr(VerlLauncher, "_expected", lambda self: ("rollout", "expected"))
-
-    async def story():
-        owner = VerlLauncher(root(), config.Options(), actor)
-        await owner.start("rollout-1", 1, ())
-        await owner.start("rollout-2", 2, ())
-        await owner.stop("rollout-0", handle)  # one of verl's own
-        await owner.stop("rollout-2", handle)
-        await owner.stop("rollout-2", handle)  # asked for again
-        await owner.stop("rollout-3", None)  # never began
-        await owner.start_external("external-0", "http://h:1")
-        await owner.stop("external-0", SimpleNamespace(close=handle.tensorhub_leave))
-
-    asyncio.run(story())
+    owner = VerlLauncher(root(), config.Options(), actor)
+    await owner.start("rollout-1", 1, ())
+    await owner.start("rollout-2", 2, ())
+    await owner.stop("rollout-0", handle)  # one of verl's own
+    await owner.stop("rollout-2", handle)
+    await owner.stop("rollout-2", handle)  # asked for again
+    await owner.stop("rollout-3", None)  # never began
+    await owner.start_external("external-0", "http://h:1")
+    await owner.stop("external-0", SimpleNamespace(close=handle.tensorhub_leave))
     assert recorded == [32, 40, 32, 16, 16, 16, 32, 16]  # 40: what verl's staleness allows

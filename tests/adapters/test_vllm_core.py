@@ -366,29 +366,25 @@ class FrontEnd:
 
 
 @pytest.mark.parametrize(("install_turns", "late"), [(2, 640), (60, 0)], ids=["a short install", "a long one"])
-def test_versions_are_exact_where_the_owner_counts_tokens_too_late(install_turns: int, late: int) -> None:
+async def test_versions_are_exact_where_the_owner_counts_tokens_too_late(install_turns: int, late: int) -> None:
     """verl's server counted what it knew of when the install was answered: with 1,024 requests and an install shorter
     than the front end needs for the tokens of one step, the last ones of the old weights passed for the new ones'."""
     core = serving()
     front = FrontEnd(core, install_turns)
-
-    async def story() -> None:
-        core.serve(*NAMES)
-        core.collective_rpc(INSTALL, None, (1, 60.0), None)
-        worker = asyncio.create_task(front.work())
-        for _ in range(3):
-            front.step()
-        await front.outputs.join()
-        front.step()  # the last one of the old weights
-        owned = OwnedEngine(front, front.rpc, recompute=False)
-        await Follower(owned, lambda *_, **__: 0, worker="r/0", timeout_s=60.0).install(2)
+    core.serve(*NAMES)
+    core.collective_rpc(INSTALL, None, (1, 60.0), None)
+    worker = asyncio.create_task(front.work())
+    for _ in range(3):
         front.step()
-        front.step()
-        await front.outputs.join()
-        assert sum(front.told[name] < 4 for name in NAMES) == late  # the control
-        spans = [await owned.spans(name, front.counted[name]) for name in NAMES]
-        assert spans == [((1, 4), (2, 2))] * len(NAMES)
-        assert await owned.spans(NAMES[0], 6) == ()  # once
-        worker.cancel()
-
-    asyncio.run(story())
+    await front.outputs.join()
+    front.step()  # the last one of the old weights
+    owned = OwnedEngine(front, front.rpc, recompute=False)
+    await Follower(owned, lambda *_, **__: 0, worker="r/0", timeout_s=60.0).install(2)
+    front.step()
+    front.step()
+    await front.outputs.join()
+    assert sum(front.told[name] < 4 for name in NAMES) == late  # the control
+    spans = [await owned.spans(name, front.counted[name]) for name in NAMES]
+    assert spans == [((1, 4), (2, 2))] * len(NAMES)
+    assert await owned.spans(NAMES[0], 6) == ()  # once
+    worker.cancel()

@@ -11,25 +11,21 @@ from tensorhub_plugins.vllm.engine import staleness
 from tensorhub_plugins.vllm.engine.staleness import Staleness
 
 
-def test_it_is_said_once_each_way(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_is_said_once_each_way(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staleness, "LOOK_INTERVAL_S", 0.0)
     silences = [0.0]
     engine = Staleness(lambda: silences[-1], 5.0, worker="rollout-1/0")
     said: list[list[str]] = []
-
-    async def story() -> None:
-        watching = asyncio.create_task(engine.watch())
-        for silent_s in (1.0, 5.0, 6.0, 7.0, 0.5, 1.0):
-            silences.append(silent_s)
-            caplog.clear()
-            for _ in range(3):
-                await asyncio.sleep(0)
-            said.append([record.getMessage() for record in caplog.records])
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
-
-    asyncio.run(story())
+    watching = asyncio.create_task(engine.watch())
+    for silent_s in (1.0, 5.0, 6.0, 7.0, 0.5, 1.0):
+        silences.append(silent_s)
+        caplog.clear()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        said.append([record.getMessage() for record in caplog.records])
+    watching.cancel()
+    with suppress(asyncio.CancelledError):
+        await watching
     assert [len(lines) for lines in said] == [0, 0, 1, 0, 1, 0]
     assert said[2] == [
         "no more work is taken until the hub is heard again: rollout-1/0 has not heard of the hub for 6 s "
