@@ -27,13 +27,7 @@ from tensorhub_plugins.core.errors import (
 )
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.server import Server, start_server
-from tensorhub_plugins.core.manifest import (
-    Manifest,
-    Part,
-    TensorSpec,
-    TensorTable,
-    segment_size_for,
-)
+from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable, segment_size_for
 from tensorhub_plugins.core.memory.moves import common_box
 from tensorhub_plugins.core.memory.slices import slices_of
 from tensorhub_plugins.core.protocol.address import connected

@@ -42,14 +42,7 @@ from tensorhub_plugins.core.protocol.address import (
 from tensorhub_plugins.core.protocol.advertised import addresses_of
 from tensorhub_plugins.core.security import curve, secret
 from tensorhub_plugins.core.security.keys import Keys
-from tensorhub_plugins.core.types import (
-    Location,
-    Role,
-    check_name,
-    parse_version,
-    printable,
-    version_label,
-)
+from tensorhub_plugins.core.types import Location, Role, check_name, parse_version, printable, version_label
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
 OPEN, LOOPBACK = "tcp://0.0.0.0:7070", "tcp://127.0.0.1:7070"

@@ -62,12 +62,7 @@ def build(kind):
 def engine_of(case):
     """verl's engine around a model, without what it needs to train."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import (
-        FullyShardedDataParallel,
-        ShardedStateDictConfig,
-        StateDictType,
-        fully_shard,
-    )
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType, fully_shard
     from verl.workers.engine.fsdp import transformer_impl
 
     strategy, kind, *how = (case if case != "broken" else "fsdp2 dense").split()

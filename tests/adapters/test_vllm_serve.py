@@ -176,11 +176,7 @@ def test_vllms_own_trainer_factory_updates_the_server(
     """Over HTTP, with vLLM's client: init, start, update, finish."""
     import torch
     from transformers import AutoModelForCausalLM
-    from vllm.distributed.weight_transfer import (
-        HTTPVLLMWeightSyncClient,
-        ModuleSource,
-        WeightTransferTrainerFactory,
-    )
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSource, WeightTransferTrainerFactory
 
     from tensorhub_plugins.vllm.weight_transfer import TensorHubTrainerInitInfo
 

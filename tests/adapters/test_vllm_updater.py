@@ -31,14 +31,7 @@ from vllm_toys import (
     wait_until,
 )
 
-from tensorhub_plugins.core import (
-    CHECKPOINT,
-    DeadlineExceeded,
-    ShardKey,
-    Slab,
-    UsageError,
-    VersionRefused,
-)
+from tensorhub_plugins.core import CHECKPOINT, DeadlineExceeded, ShardKey, Slab, UsageError, VersionRefused
 from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.vllm.worker import contract, reload, weights
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension, compare_unnamed, hook

@@ -26,9 +26,7 @@ from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.transports import create as create_transport
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
-from tensorhub_plugins.core.types import (
-    ShardKey,
-)
+from tensorhub_plugins.core.types import ShardKey
 
 SIZE_BYTES = 16 << 20
 SEGMENT_SIZE_BYTES = 256 << 10  # 64 of them: more than are in flight at once, and progress even in a guest that crawls

@@ -57,9 +57,7 @@ from tensorhub_plugins.core.transports.rdma.rails import find_ports
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
 from tensorhub_plugins.core.transports.rdma.verbs import Nic, open_nics
 from tensorhub_plugins.core.transports.stream.messages import HEADER
-from tensorhub_plugins.core.types import (
-    ShardKey,
-)
+from tensorhub_plugins.core.types import ShardKey
 
 MEMBERS = 30  # the cases take 26
 PEERS = 6

@@ -40,18 +40,10 @@ import xxhash
 
 from tensorhub_plugins.core.hub import hub as hub_machine
 from tensorhub_plugins.core.hub.limits import HubLimits
-from tensorhub_plugins.core.manifest import (
-    Manifest,
-    TensorSpec,
-    TensorTable,
-)
+from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import Attempt, is_superseded, merged
-from tensorhub_plugins.core.types import (
-    CHECKPOINT,
-    ShardKey,
-    domain,
-)
+from tensorhub_plugins.core.types import CHECKPOINT, ShardKey, domain
 
 if TYPE_CHECKING:
     from workers import Link, Worker

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
-from checks import (
-    SEGMENT_SIZE_BYTES,
-    SEGMENTS,
-    Violation,
-    check_read,
-    check_served,
-    truth,
-)
+from checks import SEGMENT_SIZE_BYTES, SEGMENTS, Violation, check_read, check_served, truth
 
 from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, refusal

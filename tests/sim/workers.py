@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from checks import (
-    SEGMENTS,
-    Violation,
-    manifest_of,
-    some_bytes,
-)
+from checks import SEGMENTS, Violation, manifest_of, some_bytes
 from reading import INFINITY, LATE_S, Got, Offer, Replicate, Transfer
 from world import World
 

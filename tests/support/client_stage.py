@@ -14,24 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from client_processes import (
-    RUNTIME as RUNTIME,
-)
-from client_processes import (
-    SEGMENT,
-    Hub,
-    Process,
-    Worker,
-)
+from client_processes import RUNTIME as RUNTIME
+from client_processes import SEGMENT, Hub, Process, Worker
 
-from tensorhub_plugins.core import (
-    CHECKPOINT,
-    Client,
-    Location,
-    Server,
-    Slab,
-    start_server,
-)
+from tensorhub_plugins.core import CHECKPOINT, Client, Location, Server, Slab, start_server
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client.destinations import Destinations
 from tensorhub_plugins.core.hub.limits import HubLimits

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from tensorhub_plugins.core import errors
-from tensorhub_plugins.core.manifest import (
-    Manifest,
-    TensorSpec,
-    TensorTable,
-)
+from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.transfer import replication as r
 from tensorhub_plugins.core.transfer.limits import TransferLimits
-from tensorhub_plugins.core.types import (
-    CHECKPOINT,
-    LATEST,
-    Location,
-)
+from tensorhub_plugins.core.types import CHECKPOINT, LATEST, Location
 
 A, B, C = (letter.encode() * 16 for letter in "abc")
 NAMES = {A: "a/0", B: "b/0", C: "c/0"}

@@ -24,12 +24,7 @@ from simulated import DEFAULT, POISON, Simulation
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.memory.runs import memory_at
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.transports.cuda_ipc.driver import (
-    HANDLE_SIZE_BYTES,
-    Allocation,
-    NotShareable,
-    process_name,
-)
+from tensorhub_plugins.core.transports.cuda_ipc.driver import HANDLE_SIZE_BYTES, Allocation, NotShareable, process_name
 
 DEVICE_SIZE_BYTES = 8 << 30  # of the file, which takes as much memory as is written to
 SMALL_SIZE_BYTES = 1 << 20  # smaller tensors share an allocation, as torch has it

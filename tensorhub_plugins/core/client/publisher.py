@@ -30,12 +30,7 @@ from tensorhub_plugins.core.deadline import NEVER, Deadline, until
 from tensorhub_plugins.core.device import here, host_copy, settled
 from tensorhub_plugins.core.digests import XXH3
 from tensorhub_plugins.core.errors import DeadlineExceeded, NotPublished, TensorHubError, UsageError, VersionGone
-from tensorhub_plugins.core.manifest import (
-    Manifest,
-    Part,
-    TensorSpec,
-    TensorTable,
-)
+from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.moves import difference, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
@@ -43,12 +38,7 @@ from tensorhub_plugins.core.memory.slices import SLICES_MAX, Slice, slices_of
 from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec, dtype_of, spec_of
 from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.core.run_log import enabled, record, root_key
-from tensorhub_plugins.core.types import (
-    CHECKPOINT,
-    NAME_LENGTH_MAX,
-    Across,
-    version_of,
-)
+from tensorhub_plugins.core.types import CHECKPOINT, NAME_LENGTH_MAX, Across, version_of
 
 log = logging.getLogger(__name__)
 

@@ -29,9 +29,7 @@ from typing_extensions import assert_never
 from tensorhub_plugins.core.deadline import bounded, remaining_s
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.security.leases import Gate
-from tensorhub_plugins.core.types import (
-    ShardKey,
-)
+from tensorhub_plugins.core.types import ShardKey
 
 HELLO_EVERY_S = 0.5
 HUB_QUIET_S = 2.0  # two heartbeats without an answer: a request that has none has not reached it

@@ -9,25 +9,14 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from tensorhub_plugins.core.hub.domains import needs_its_domain
-from tensorhub_plugins.core.hub.limits import (
-    DOUBT_AGAIN_S,
-    DOUBTS_MAX,
-    LAYOUTS_PER_READER_MAX,
-)
+from tensorhub_plugins.core.hub.limits import DOUBT_AGAIN_S, DOUBTS_MAX, LAYOUTS_PER_READER_MAX
 from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.permissions import Standing, nobody_has_published, standing
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import Aside, History, Holding, Lease, Pending, Version, Worker
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import (
-    CHECKPOINT,
-    STEPS_AHEAD_MAX,
-    ShardKey,
-    attempt_of,
-    step_of,
-    version_text,
-)
+from tensorhub_plugins.core.types import CHECKPOINT, STEPS_AHEAD_MAX, ShardKey, attempt_of, step_of, version_text
 
 SPENDERS_NAMED_MAX = 3
 WITHDRAWN_KEPT_MAX = 256  # per session: unpublished shards, which a late Publish must not bring back

@@ -16,13 +16,7 @@ from tensorhub_plugins.core.hub.candidates import Sources
 from tensorhub_plugins.core.hub.copies import Copies, Counted
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import is_superseded
-from tensorhub_plugins.core.types import (
-    CHECKPOINT,
-    Across,
-    Role,
-    ShardKey,
-    VersionInfo,
-)
+from tensorhub_plugins.core.types import CHECKPOINT, Across, Role, ShardKey, VersionInfo
 
 GroupId: TypeAlias = tuple[str, int, Role, str]  # replica, shard count, role, job: equal for all members
 ROOTS_KEPT_MAX = 65_536  # shards of versions that no worker holds any more: 250 versions of 256 shards, 16 MB

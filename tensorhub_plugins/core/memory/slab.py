@@ -34,12 +34,7 @@ from tensorhub_plugins.core import device as devices
 from tensorhub_plugins.core.deadline import NEVER, check_time, until
 from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, NO_DIGESTS, XXH3, digest_of
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.manifest import (
-    Manifest,
-    TensorSpec,
-    TensorTable,
-    segment_size_for,
-)
+from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable, segment_size_for
 from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.core.memory.block import NOTHING, Block
 from tensorhub_plugins.core.memory.copying import copy_view, copy_views, digests_of_segments, digests_of_view

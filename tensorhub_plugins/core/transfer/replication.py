@@ -22,9 +22,7 @@ from typing_extensions import assert_never
 
 from tensorhub_plugins.core import errors
 from tensorhub_plugins.core.deadline import remaining_s, size_s
-from tensorhub_plugins.core.manifest import (
-    Manifest,
-)
+from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol import reach
 from tensorhub_plugins.core.transfer.events import (
@@ -55,13 +53,7 @@ from tensorhub_plugins.core.transfer.events import (
 )
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transfer.sharing import Assign, Leave, Shard, Source, plan, reason_for_more
-from tensorhub_plugins.core.types import (
-    FAR,
-    HOST,
-    Location,
-    ShardKey,
-    distance,
-)
+from tensorhub_plugins.core.types import FAR, HOST, Location, ShardKey, distance
 
 NAMES_SHOWN_MAX = 5  # of tensors, in an error's message
 LOSSES_SHOWN_MAX = 3  # the last ones, in an error's message

@@ -22,9 +22,7 @@ from typing_extensions import assert_never
 
 from tensorhub_plugins.core.deadline import remaining_s, until
 from tensorhub_plugins.core.errors import DeadlineExceeded, TensorHubError
-from tensorhub_plugins.core.manifest import (
-    Manifest,
-)
+from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory import moves
 from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.slab import Slab

@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from client_processes import (
-    SEGMENTS,
-    SIZE,
-    hold_back,
-    let_go,
-    same_bytes,
-    tensors_of,
-    zeros_like,
-)
+from client_processes import SEGMENTS, SIZE, hold_back, let_go, same_bytes, tensors_of, zeros_like
 from client_stage import FAR, HELD, LATE_S, SOON_S, holders, leases, until, what_is_there
 
 from tensorhub_plugins.core import (

@@ -7,14 +7,7 @@ import time
 
 import pytest
 import torch
-from client_processes import (
-    SIZE,
-    hold_back,
-    let_go,
-    same_bytes,
-    tensors_of,
-    zeros_like,
-)
+from client_processes import SIZE, hold_back, let_go, same_bytes, tensors_of, zeros_like
 from client_stage import HELD, LATE_S, RUNTIME, SOON_S, holders, until
 
 from tensorhub_plugins.core import (

@@ -9,16 +9,7 @@ from client_stage import holders, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub_plugins.core import (
-    CHECKPOINT,
-    Client,
-    Location,
-    NotPublished,
-    ShardKey,
-    UsageError,
-    spec_of,
-    version_of,
-)
+from tensorhub_plugins.core import CHECKPOINT, Client, Location, NotPublished, ShardKey, UsageError, spec_of, version_of
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client.parts import Ownership
 from tensorhub_plugins.core.client.publisher import Publisher

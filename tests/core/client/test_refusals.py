@@ -11,10 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from client_processes import (
-    hold_back,
-    tensors_of,
-)
+from client_processes import hold_back, tensors_of
 from client_stage import HELD, LATE_S, RUNTIME, SOON_S, holders, leases, what_is_there
 
 from tensorhub_plugins.core import (

@@ -9,23 +9,10 @@ import threading
 
 import pytest
 import torch
-from client_processes import (
-    hold_back,
-    let_go,
-    same_bytes,
-    tensors_of,
-)
+from client_processes import hold_back, let_go, same_bytes, tensors_of
 from client_stage import HELD, RUNTIME, SOON_S, holders, leases, until
 
-from tensorhub_plugins.core import (
-    CHECKPOINT,
-    Client,
-    NotPublished,
-    ShardKey,
-    UsageError,
-    VersionGone,
-    start_server,
-)
+from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, ShardKey, UsageError, VersionGone, start_server
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client import arguments
 from tensorhub_plugins.core.hub.limits import HubLimits

@@ -8,11 +8,7 @@ import pytest
 from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import Attempt
-from tensorhub_plugins.core.types import (
-    CHECKPOINT,
-    Location,
-    ShardKey,
-)
+from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 HUB, OTHER_HUB = b"H" * 16, b"O" * 16
 SOURCE, OTHER_SOURCE = b"a" * 16, b"b" * 16

@@ -15,16 +15,7 @@ from typing import Any
 import inproc as memory
 import pytest
 import torch
-from client_processes import (
-    SEGMENT,
-    SEGMENTS,
-    SIZE,
-    hold_back,
-    let_go,
-    same_bytes,
-    tensors_of,
-    zeros_like,
-)
+from client_processes import SEGMENT, SEGMENTS, SIZE, hold_back, let_go, same_bytes, tensors_of, zeros_like
 from client_stage import FAR, HELD, LATE_S, NEAR, SOON_S, holders, leases, until
 
 from tensorhub_plugins.core import (

@@ -25,13 +25,7 @@ from tensorhub_plugins.core.hub.hub import Hub, Received, Send, Tick
 from tensorhub_plugins.core.hub.report import validate
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import (
-    CHECKPOINT,
-    STEPS_AHEAD_MAX,
-    Location,
-    ShardKey,
-    version_of,
-)
+from tensorhub_plugins.core.types import CHECKPOINT, STEPS_AHEAD_MAX, Location, ShardKey, version_of
 
 NAMES = ("a", "b", "c", "d")
 LONG_S = 10_000.0

@@ -26,20 +26,11 @@ from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub
-from tensorhub_plugins.core.hub.server import (
-    Server,
-    start_server,
-)
+from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.process import files_left
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import (
-    new_session,
-    resolve,
-)
-from tensorhub_plugins.core.types import (
-    Location,
-    ShardKey,
-)
+from tensorhub_plugins.core.protocol.address import new_session, resolve
+from tensorhub_plugins.core.types import Location, ShardKey
 
 
 @pytest.fixture

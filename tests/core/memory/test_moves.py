@@ -14,18 +14,11 @@ from inproc import MemoryTransport
 from transport_suite import SimpleShelf
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.manifest import (
-    Manifest,
-    Part,
-    TensorSpec,
-    TensorTable,
-)
+from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.moves import Move, check_cover, needed, plan, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports import Offer
-from tensorhub_plugins.core.types import (
-    ShardKey,
-)
+from tensorhub_plugins.core.types import ShardKey
 
 
 def table(*specs: TensorSpec) -> TensorTable:

@@ -6,13 +6,7 @@ from slabs import raw, stream
 from transport_suite import blank_like, sample_tensors
 
 from tensorhub_plugins.core.manifest import TensorSpec
-from tensorhub_plugins.core.memory.tensors import (
-    flat_bytes,
-    in_memory_order,
-    same_bytes,
-    spec_of,
-    without_aliases,
-)
+from tensorhub_plugins.core.memory.tensors import flat_bytes, in_memory_order, same_bytes, spec_of, without_aliases
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

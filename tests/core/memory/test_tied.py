@@ -23,9 +23,7 @@ from tensorhub_plugins.core import CHECKPOINT, Client, Location, Part, ShardKey,
 from tensorhub_plugins.core.client.destinations import Destinations
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.drivers import Plain
-from tensorhub_plugins.core.manifest import (
-    segment_size_for,
-)
+from tensorhub_plugins.core.manifest import segment_size_for
 from tensorhub_plugins.core.memory.tied import LiveTensors
 from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.transports.shm import process_memory as _process

@@ -7,16 +7,10 @@ import pytest
 from replication_story import LIMITS, RUNTIME, TIMEOUT_S, A, B, C, Story, gives_up, grant, granted, manifest
 
 from tensorhub_plugins.core import errors
-from tensorhub_plugins.core.manifest import (
-    NO_DIGESTS,
-)
+from tensorhub_plugins.core.manifest import NO_DIGESTS
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.transfer import replication as r
-from tensorhub_plugins.core.types import (
-    CHECKPOINT,
-    LATEST,
-    ShardKey,
-)
+from tensorhub_plugins.core.types import CHECKPOINT, LATEST, ShardKey
 
 # --- the way of one version ---
 

@@ -7,11 +7,7 @@ from replication_story import A, B, C, Story, grant, granted, manifest
 
 from tensorhub_plugins.core import errors
 from tensorhub_plugins.core.transfer import replication as r
-from tensorhub_plugins.core.types import (
-    CHECKPOINT,
-    Location,
-    ShardKey,
-)
+from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 
 def two_sources(segments: int = 400) -> Story:

@@ -43,9 +43,7 @@ from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
 from tensorhub_plugins.core.transports.rdma.messages import RING_SLOTS, Taken
 from tensorhub_plugins.core.transports.rdma.rails import Port
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
-from tensorhub_plugins.core.types import (
-    ShardKey,
-)
+from tensorhub_plugins.core.types import ShardKey
 
 KEY = ShardKey(1, "checkpoint")
 SEGMENT = 1000

@@ -27,9 +27,7 @@ from tensorhub_plugins.core.transports.shm.memory_file import MappingCache, Memo
 from tensorhub_plugins.core.transports.shm.process_memory import ProcessMemory
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
 from tensorhub_plugins.core.transports.stream import channel, messages, unix_socket
-from tensorhub_plugins.core.transports.stream.messages import (
-    HEADER,
-)
+from tensorhub_plugins.core.transports.stream.messages import HEADER
 
 # How the source's memory is read: the kind of its slab, the reader's options, and who copies.
 WAYS = {

@@ -24,14 +24,7 @@ from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.protocol.address import format_address, parse_address
 from tensorhub_plugins.core.transports import Link, Offer, Transport
 from tensorhub_plugins.core.types import ShardKey
-from transport_suite.material import (
-    FAR_S,
-    SEGMENT_SIZE_BYTES,
-    ConformanceError,
-    far,
-    make_tensor,
-    read_equal,
-)
+from transport_suite.material import FAR_S, SEGMENT_SIZE_BYTES, ConformanceError, far, make_tensor, read_equal
 
 MakeTransport = Callable[[], Transport]
 Adopt = Callable[[dict[str, torch.Tensor]], Slab]

@@ -20,9 +20,7 @@ from typing import TypeAlias
 
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError
-from tensorhub_plugins.core.manifest import (
-    Manifest,
-)
+from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.loans import Borrowed, KeptFromChildren, Loan, bytes_over
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_lent
