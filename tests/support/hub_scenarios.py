@@ -34,6 +34,10 @@ class Scenario:
         )
         self._deliver(Received(session, greeting, self.roles.get(worker, "publisher")))
 
+    def join_all(self, *workers: str, shard_count: int = 1) -> None:
+        for worker in workers:
+            self.join(worker, shard_count)
+
     def say(self, worker: str, message: type, **fields: object) -> int:
         number = self.requests[worker] = self.requests.get(worker, 0) + 1
         self.tell(worker, message(request_id=number, **fields))

@@ -30,8 +30,7 @@ OLD, NEW = "trainer/0", "again/0"
 def scenario() -> Scenario:
     """A trainer of attempt 0 that has published 1 to 7, of which it holds three, and a rollout that has seen them."""
     scenario = Scenario()
-    for name in (OLD, "rollout/0"):
-        scenario.join(name)
+    scenario.join_all(OLD, "rollout/0")
     begin(scenario, OLD)
     scenario.say(OLD, m.Retain, newest=3)
     for version in (5, 6, 7):
@@ -459,8 +458,7 @@ def test_who_has_begun_nothing_adds_nothing_to_the_newest_attempt(scenario: Scen
 
 def test_the_control_nobody_has_begun_and_anybody_publishes() -> None:
     scenario = Scenario()
-    for worker in (OLD, "stranger/0"):
-        scenario.join(worker)
+    scenario.join_all(OLD, "stranger/0")
     scenario.publish(OLD, 1)
     scenario.publish("stranger/0", 2)
     assert answers(scenario, "stranger/0") == []

@@ -138,8 +138,7 @@ def test_the_control_a_square_is_seen() -> None:
 
 def test_one_reader_gets_so_many_leases_on_a_source_and_others_their_places() -> None:
     story = Scenario()
-    for worker in ("trainer/0", "greedy/0", "other/0"):
-        story.join(worker)
+    story.join_all("trainer/0", "greedy/0", "other/0")
     story.publish("trainer/0", 1)
     for number in range(LEASES_PER_SOURCE_MAX + 30):
         story.acquire("greedy/0", 1)
@@ -159,8 +158,7 @@ def test_readers_keys_leave_places_at_a_source_to_the_run(role: Role) -> None:
     story = Scenario(limits=HubLimits(readers_per_source_max=16))
     names = [f"greedy{number}/0" for number in range(4)]
     story.roles |= dict.fromkeys(names, role)
-    for worker in ("trainer/0", "rollout/0", *names):
-        story.join(worker)
+    story.join_all("trainer/0", "rollout/0", *names)
     story.publish("trainer/0", 1)
     for name in names:
         for _ in range(LEASES_PER_SOURCE_MAX):
@@ -198,8 +196,7 @@ def test_a_session_has_a_number_of_leases() -> None:
 
 def a_lease_of_a_year() -> Scenario:
     story = Scenario(limits=HubLimits(lease_s=30.0, grace_s=0.0))
-    for worker in ("trainer/0", "other/0", "greedy/0"):
-        story.join(worker)
+    story.join_all("trainer/0", "other/0", "greedy/0")
     for worker in ("trainer/0", "other/0"):
         story.publish(worker, 1, origin="published" if worker == "trainer/0" else "replicated")
     story.acquire("greedy/0", 1, timeout_s=m.SECONDS_MAX)
@@ -222,8 +219,7 @@ def an_idle_lease() -> tuple[Scenario, str, HubLimits]:
     """greedy has a lease of half an hour on this worker, which wants to unpublish."""
     limits = HubLimits(grace_s=0.0)
     story = Scenario(limits=limits)
-    for worker in ("trainer/0", "other/0", "greedy/0"):
-        story.join(worker)
+    story.join_all("trainer/0", "other/0", "greedy/0")
     for worker in ("trainer/0", "other/0"):
         story.publish(worker, 1, origin="published" if worker == "trainer/0" else "replicated")
     story.acquire("greedy/0", 1, timeout_s=1800.0)
@@ -308,8 +304,7 @@ def test_a_readers_key_keeps_no_place_by_saying_that_it_reads(role: Role, word: 
     """Its progress grows in every heartbeat; old: a source that does not count."""
     story = Scenario(limits=HubLimits(grace_s=0.0))
     story.roles["greedy/0"] = role
-    for worker in ("trainer/0", "greedy/0"):
-        story.join(worker)
+    story.join_all("trainer/0", "greedy/0")
     story.publish("trainer/0", 1)
     number = story.acquire("greedy/0", 1, timeout_s=1800.0)
     assert source_of(story, "greedy/0") == "trainer/0"
@@ -328,8 +323,7 @@ def test_a_readers_key_keeps_no_place_by_saying_that_it_reads(role: Role, word: 
 def test_no_unpublish_waits_for_a_readers_key_that_reads_nothing(role: Role, waits: bool, again: bool) -> None:
     story = Scenario(limits=HubLimits(grace_s=0.0))
     story.roles["greedy/0"] = role
-    for worker in ("trainer/0", "other/0", "greedy/0"):
-        story.join(worker)
+    story.join_all("trainer/0", "other/0", "greedy/0")
     for worker in ("trainer/0", "other/0"):
         story.publish(worker, 1, origin="published" if worker == "trainer/0" else "replicated")
     story.acquire("greedy/0", 1, timeout_s=1800.0)
@@ -352,8 +346,7 @@ def test_no_unpublish_waits_for_a_readers_key_that_reads_nothing(role: Role, wai
 def test_an_unpublish_waits_for_a_readers_key_that_reads() -> None:
     story = Scenario(limits=HubLimits(grace_s=0.0))
     story.roles["rollout/0"] = "reader"
-    for worker in ("trainer/0", "other/0", "rollout/0"):
-        story.join(worker)
+    story.join_all("trainer/0", "other/0", "rollout/0")
     for worker in ("trainer/0", "other/0"):
         story.publish(worker, 1, origin="published" if worker == "trainer/0" else "replicated")
     number = story.acquire("rollout/0", 1, timeout_s=1800.0)

@@ -19,8 +19,7 @@ def scenario() -> Scenario:
 
 def operators_scene(scenario: Scenario, *versions: int) -> None:
     """Versions that the trainer holds, a rollout that has seen the newest, and an operator."""
-    for name in ("trainer/0", "rollout/0", "operator/0"):
-        scenario.join(name)
+    scenario.join_all("trainer/0", "rollout/0", "operator/0")
     scenario.say("trainer/0", m.Retain, newest=len(versions))
     for version in versions:
         scenario.publish("trainer/0", version)

@@ -307,8 +307,7 @@ def test_a_deadline_is_kept_to_the_millisecond(scenario: Scenario) -> None:
 
 
 def test_readers_are_told_when_their_source_is_given_up(scenario: Scenario) -> None:
-    for name in ("trainer/0", "rollout/0"):
-        scenario.join(name)
+    scenario.join_all("trainer/0", "rollout/0")
     scenario.publish("trainer/0", 1)
     scenario.acquire("rollout/0")
     scenario.heard("rollout/0")

@@ -182,8 +182,7 @@ def test_unpublish_ends_at_its_deadline_and_names_who_was_cut_off(scenario: Scen
 
 def test_a_lost_reader_or_an_expired_lease_does_not_hold_unpublish_up(scenario: Scenario) -> None:
     scenario.join("trainer/0")
-    for name in ("dies/0", "sleeps/0"):
-        scenario.join(name)
+    scenario.join_all("dies/0", "sleeps/0")
     scenario.publish("trainer/0", 1)
     scenario.publish("trainer/0", 2)
     scenario.acquire("dies/0", version=1)
@@ -355,8 +354,7 @@ def test_a_hub_that_was_restarted_believes_the_last_word_whoever_says_it_first(l
 
 def test_who_holds_too_much_is_named_in_the_log_and_the_status() -> None:
     scenario = Scenario(limits=HubLimits(published_bytes_max=250))
-    for worker in ("trainer/0", "small/0", "reader/0"):
-        scenario.join(worker)
+    scenario.join_all("trainer/0", "small/0", "reader/0")
     scenario.say("trainer/0", m.Retain, newest=9)
 
     def said() -> list[str]:
@@ -394,8 +392,7 @@ def test_who_holds_too_much_is_named_in_the_log_and_the_status() -> None:
 def test_who_starts_again_publishes_no_other_bytes_under_a_number_that_was_visible(layout: str) -> None:
     """Also when nobody holds that version any more: who has read it has other bytes of that name."""
     scenario = Scenario()
-    for worker in ("trainer/0", "rollout/0"):
-        scenario.join(worker)
+    scenario.join_all("trainer/0", "rollout/0")
     scenario.publish("trainer/0", 1, layout)
     scenario.publish("trainer/0", 2, layout)
     scenario.unpublish("trainer/0", 1, layout)

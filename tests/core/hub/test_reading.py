@@ -24,8 +24,7 @@ def scenario() -> Scenario:
 def test_readers_become_sources_and_are_preferred_to_the_publisher(scenario: Scenario) -> None:
     scenario.join("trainer/0")
     scenario.publish("trainer/0", 1)
-    for name in ("a/0", "b/0"):
-        scenario.join(name)
+    scenario.join_all("a/0", "b/0")
     scenario.acquire("a/0")
     assert scenario.heard("a/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
     scenario.publish("a/0", 1, origin="replicated")
@@ -48,8 +47,7 @@ def test_near_sources_come_before_far_ones(scenario: Scenario) -> None:
 
 
 def test_a_shard_that_still_arrives_is_a_source_but_never_in_a_circle(scenario: Scenario) -> None:
-    for name in ("trainer/0", "a/0", "b/0"):
-        scenario.join(name)
+    scenario.join_all("trainer/0", "a/0", "b/0")
     scenario.publish("trainer/0", 1)
     scenario.acquire("a/0", version=1)
     scenario.publish("a/0", 1, complete=False, origin="replicated")
@@ -65,8 +63,7 @@ def test_a_shard_that_still_arrives_is_a_source_but_never_in_a_circle(scenario: 
 
 
 def test_a_source_that_was_lost_is_the_last_choice_until_it_is_heard_again(scenario: Scenario) -> None:
-    for name in ("a/0", "b/0", "x/0", "y/0"):
-        scenario.join(name)
+    scenario.join_all("a/0", "b/0", "x/0", "y/0")
     scenario.publish("a/0", 1)
     lease = scenario.acquire("x/0")
     scenario.publish("b/0", 1)
@@ -84,8 +81,7 @@ def test_a_source_that_was_lost_is_the_last_choice_until_it_is_heard_again(scena
 def test_a_source_that_refuses_connections_is_given_up_after_three_heartbeats(refused: bool) -> None:
     """What ended without a word was named to readers until the end of its session, 15 s later."""
     scenario = Scenario(limits=HubLimits(heartbeat_s=1.0, session_timeout_s=15.0))
-    for name in ("a/0", "x/0", "y/0"):
-        scenario.join(name)
+    scenario.join_all("a/0", "x/0", "y/0")
     scenario.publish("a/0", 1)
     scenario.silent = ("a/0",)
     scenario.wait(2.0)
@@ -102,8 +98,7 @@ def test_a_source_that_refuses_connections_is_given_up_after_three_heartbeats(re
 
 def test_a_source_that_is_heard_lives_whoever_was_refused(scenario: Scenario) -> None:
     """Behind a wall that refuses in its name, or because a reader lies; and it has one timer, however many say so."""
-    for name in ("a/0", "x/0"):
-        scenario.join(name)
+    scenario.join_all("a/0", "x/0")
     scenario.publish("a/0", 1)
     for _ in range(10):
         scenario.beat("a/0")
@@ -132,8 +127,7 @@ def test_readers_per_source_are_limited_and_the_next_waits_for_room() -> None:
 @pytest.mark.parametrize("greedy", [False, True], ids=["control", "greedy"])
 def test_who_asks_for_more_beside_what_it_reads_keeps_nobody_from_a_place(*, greedy: bool) -> None:
     scenario = Scenario(limits=HubLimits(readers_per_source_max=1))
-    for name in ("trainer/0", "a/0", "greedy/0", "b/0"):
-        scenario.join(name)
+    scenario.join_all("trainer/0", "a/0", "greedy/0", "b/0")
     scenario.publish("trainer/0", 1)
     lease, beside = scenario.acquire("a/0", 1), (scenario.sessions["trainer/0"],)
     for _ in range(FAILURES_PER_QUEUE_MAX if greedy else 0):
@@ -145,8 +139,7 @@ def test_who_asks_for_more_beside_what_it_reads_keeps_nobody_from_a_place(*, gre
 
 def test_requests_that_a_change_of_their_worker_has_made_unlike_others_do_not_count_for_them() -> None:
     scenario = Scenario(limits=HubLimits(readers_per_source_max=1))
-    for name in ("trainer/0", "a/0", "greedy/0", "b/0"):
-        scenario.join(name)
+    scenario.join_all("trainer/0", "a/0", "greedy/0", "b/0")
     scenario.publish("trainer/0", 1)
     scenario.acquire("a/0", 1)
     for _ in range(FAILURES_PER_QUEUE_MAX):
@@ -427,8 +420,7 @@ def test_what_a_dead_process_has_sent_does_not_speak_for_its_replica(scenario: S
     """It comes late: its replica has started again, and both new shards must still agree on "latest"."""
     scenario.join("trainer/0")
     scenario.publish("trainer/0", 1)
-    for name in ("rollout/0", "rollout/1"):
-        scenario.join(name, 2)
+    scenario.join_all("rollout/0", "rollout/1", shard_count=2)
     scenario.sessions["dead/0"], scenario.sessions["rollout/0"] = (
         scenario.sessions["rollout/0"],
         b"started again...."[:16],
@@ -446,8 +438,7 @@ def test_what_a_dead_process_has_sent_does_not_speak_for_its_replica(scenario: S
 
 
 def test_a_reader_of_which_all_sources_are_excluded_hears_so_at_once(scenario: Scenario) -> None:
-    for name in ("a/0", "b/0", "x/0"):
-        scenario.join(name)
+    scenario.join_all("a/0", "b/0", "x/0")
     scenario.publish("a/0", 1)
     a, b = (scenario.sessions[name] for name in ("a/0", "b/0"))
     scenario.acquire("x/0", version=1, exclude=(a,))
@@ -462,8 +453,7 @@ def test_a_reader_of_which_all_sources_are_excluded_hears_so_at_once(scenario: S
 
 
 def test_who_waits_hears_it_when_the_last_other_source_leaves(scenario: Scenario) -> None:
-    for name in ("a/0", "b/0", "x/0"):
-        scenario.join(name)
+    scenario.join_all("a/0", "b/0", "x/0")
     limit = scenario.hub.limits.readers_per_source_max
     for name in ("a/0", "b/0"):
         scenario.publish(name, 1)
@@ -479,8 +469,7 @@ def test_who_waits_hears_it_when_the_last_other_source_leaves(scenario: Scenario
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_lease_lasts_until_the_readers_deadline_or_as_long_as_any_where_that_grows(grows: bool) -> None:
     scenario = Scenario()
-    for name in ("a/0", "x/0"):
-        scenario.join(name)
+    scenario.join_all("a/0", "x/0")
     scenario.publish("a/0", 1)
     scenario.acquire("x/0", version=1, timeout_s=5.0, grows=grows)
     (lease,) = scenario.hub.registry.workers[scenario.sessions["x/0"]].leases.values()
@@ -489,8 +478,7 @@ def test_a_lease_lasts_until_the_readers_deadline_or_as_long_as_any_where_that_g
 
 def test_after_a_restart_of_the_hub_others_may_still_come(scenario: Scenario) -> None:
     scenario = Scenario(recovering=True)
-    for name in ("a/0", "x/0"):
-        scenario.join(name)
+    scenario.join_all("a/0", "x/0")
     scenario.publish("a/0", 1, origin="replicated")
     scenario.acquire("x/0", version=1, exclude=(scenario.sessions["a/0"],))
     assert scenario.heard("x/0") == []
@@ -499,8 +487,7 @@ def test_after_a_restart_of_the_hub_others_may_still_come(scenario: Scenario) ->
 
 
 def test_two_that_read_from_each_other_do_not_wait_for_each_other(scenario: Scenario) -> None:
-    for name in ("trainer/0", "a/0", "b/0"):
-        scenario.join(name)
+    scenario.join_all("trainer/0", "a/0", "b/0")
     trainer = (scenario.sessions["trainer/0"],)
     scenario.publish("trainer/0", 1)
     scenario.acquire("a/0", version=1, serve=True)
@@ -529,8 +516,7 @@ def test_nobody_is_sent_to_who_reads_a_checkpoint_in_part(scenario: Scenario, la
 
 
 def test_a_runtime_copy_that_is_excluded_is_not_waited_for(scenario: Scenario) -> None:
-    for name in ("trainer/0", "engine/0", "x/0"):
-        scenario.join(name)
+    scenario.join_all("trainer/0", "engine/0", "x/0")
     scenario.publish("trainer/0", 1)
     scenario.publish("engine/0", 1, RUNTIME)
     how = {"version": 1, "layouts": (RUNTIME, CHECKPOINT), "claim": True}
@@ -541,8 +527,7 @@ def test_a_runtime_copy_that_is_excluded_is_not_waited_for(scenario: Scenario) -
 
 
 def test_who_sent_corrupt_bytes_is_told_and_counted_and_the_log_says_it_once(scenario: Scenario) -> None:
-    for name in ("trainer/0", "a/0", "b/0"):
-        scenario.join(name)
+    scenario.join_all("trainer/0", "a/0", "b/0")
     scenario.publish("trainer/0", 1)
     scenario.logged.clear()
     for reader in ("a/0", "b/0"):

@@ -18,8 +18,7 @@ FAR = 7 + STEPS_AHEAD_MAX
 @pytest.fixture
 def scenario() -> Scenario:
     story = Scenario()
-    for worker in ("trainer/0", "rollout/0", "other/0"):
-        story.join(worker)
+    story.join_all("trainer/0", "rollout/0", "other/0")
     story.publish("trainer/0", 7)
     return story
 
