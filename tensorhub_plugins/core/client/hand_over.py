@@ -13,6 +13,7 @@ from tensorhub_plugins.core.types import ShardKey
 logger = logging.getLogger("tensorhub.client")
 
 POLL_INTERVAL_S = 0.05
+LAST_S = 0.1  # that an unpublish is given at least
 
 
 class Leaving(Protocol):
@@ -33,9 +34,11 @@ def hand_over(client: Leaving, timeout_s: float) -> bool:
         for version in _versions(client):
             if version in problems and not isinstance(problems[version], UsageError):
                 continue
+            if problems and deadline.remaining() < LAST_S:  # an absent hub's answer is waited for each time
+                break
             problems[version] = None
             try:
-                client.unpublish(version, timeout_s=max(0.1, deadline.remaining()))
+                client.unpublish(version, timeout_s=max(LAST_S, deadline.remaining()))
             except TensorHubError as error:  # UsageError: it is still being read here
                 problems[version] = error
         left = _versions(client)
@@ -44,7 +47,8 @@ def hand_over(client: Leaving, timeout_s: float) -> bool:
             break
         time.sleep(POLL_INTERVAL_S)
     for version in left:
-        why = problems.get(version) or f"it is the last copy, and nobody took it within {timeout_s:.0f} s"
+        nobody = f"it is the last copy, and nobody took it within {timeout_s:.0f} s"
+        why = problems[version] or nobody if version in problems else "there was no time left to unpublish it"
         logger.warning("leaving with version %d: %s", version, why)
     return not left
 

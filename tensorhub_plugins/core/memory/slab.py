@@ -42,7 +42,7 @@ from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan, Loans
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
 from tensorhub_plugins.core.memory.runs import Extents, Runs, memory_of
-from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, span_of, stride_of
+from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, held, span_of, stride_of
 from tensorhub_plugins.core.memory.there import digests_there
 from tensorhub_plugins.core.process import Descriptor
 
@@ -113,8 +113,9 @@ class Slab:
 
         scratch: for some of the names, a host tensor of the same kind that holds their bytes instead. See tied.py.
         """
-        found = Adoption.of(tensors, deadline)
-        named, runs = dict(tensors), found.runs
+        named = held(tensors, deadline)
+        found = Adoption.of(named, deadline)
+        runs = found.runs
         instead = {name: tensor for name, tensor in scratch.items() if name in named} if scratch else {}
         if instead:
             named.update(instead)

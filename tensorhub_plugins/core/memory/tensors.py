@@ -68,13 +68,37 @@ def copied_spec(name: str, tensor: torch.Tensor, *, is_part: bool = False) -> Te
 
 def check_tensors(tensors: object, deadline: float = NEVER) -> list[str]:
     """Return the names, sorted. Raise UsageError that says what is wrong unless this maps text to tensors."""
-    if not all(hasattr(tensors, method) for method in ("keys", "values", "__getitem__")):
-        what = "pass its state_dict()" if hasattr(tensors, "state_dict") else "pass a mapping of name to tensor"
-        raise UsageError(f"the tensors are a {type(tensors).__name__}: {what}")
-    mapping = cast("Mapping[str, torch.Tensor]", tensors)
+    mapping = check_mapping(tensors)
     for name, tensor in until(deadline, zip(mapping.keys(), mapping.values(), strict=True)):
         check_tensor(name, tensor)
     return sorted(mapping.keys())
+
+
+def check_mapping(tensors: object) -> Mapping[str, torch.Tensor]:
+    """Return this mapping, or raise UsageError."""
+    if not all(hasattr(tensors, method) for method in ("keys", "values", "__getitem__")):
+        what = "pass its state_dict()" if hasattr(tensors, "state_dict") else "pass a mapping of name to tensor"
+        raise UsageError(f"the tensors are a {type(tensors).__name__}: {what}")
+    return cast("Mapping[str, torch.Tensor]", tensors)
+
+
+def held(tensors: Mapping[str, torch.Tensor], deadline: float = NEVER) -> dict[str, torch.Tensor]:
+    """Return these in a dict of its own: each is asked for once, as a mapping may make others each time. Raise
+    UsageError as `check_tensors` does."""
+    check_mapping(tensors)
+    names = until(deadline, tensors.keys())
+    return dict(tensors) if type(tensors) is dict else {name: tensors[name] for name in names}
+
+
+def check_kept(tensors: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor], deadline: float = NEVER) -> None:
+    """Raise UsageError unless the mapping has these very tensors, or views of their memory: one that makes them when
+    asked would never show what is read into them."""
+    for name, tensor in until(deadline, () if type(tensors) is dict else mine.items()):
+        if tensors[name].data_ptr() != tensor.data_ptr():
+            raise UsageError(
+                f"tensor {name!r} is another one each time that this {type(tensors).__name__} is asked for it, so that "
+                "nothing can be read into it: pass a dict of the tensors"
+            )
 
 
 def check_tensor(name: object, tensor: object) -> None:

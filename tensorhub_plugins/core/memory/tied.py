@@ -23,15 +23,16 @@ from tensorhub_plugins.core.device import synchronize
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.memory.tensors import same_bytes
+from tensorhub_plugins.core.memory.tensors import check_kept, held, same_bytes
 
 
 class LiveTensors:
     """The tensors that are read into in place. Raises UsageError, as `Slab.adopt` does, for some that cannot be."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], deadline: float = NEVER) -> None:
-        self._tensors, self._deadline = tensors, deadline
-        self.whole = Slab.adopt(tensors, deadline=deadline)
+        self._tensors, self._deadline = held(tensors, deadline), deadline
+        self.whole = Slab.adopt(self._tensors, deadline=deadline)
+        check_kept(tensors, self._tensors, deadline)
         self.specs = self.whole.specs
         self._scratch: Slab | None = None
         if self.whole.ties:

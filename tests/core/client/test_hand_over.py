@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from client_processes import hold_back, let_go, same_bytes, tensors_of, zeros_like
 from client_stage import HELD, SOON_S, Progress, Stage, until
 
-from tensorhub_plugins.core import Client, NotPublished, UsageError, VersionGone, start_server
+from tensorhub_plugins.core import Client, NotPublished, ShardKey, UsageError, VersionGone, start_server
 from tensorhub_plugins.core.cli import fetch_status
+from tensorhub_plugins.core.client import hand_over, session
 
 
 def tensors(value: float = 0.0) -> dict[str, torch.Tensor]:
@@ -53,6 +55,28 @@ def test_what_nobody_takes_is_lost_and_said(stage: Stage, caplog: pytest.LogCapt
     leaver.close()
     with pytest.raises((VersionGone, NotPublished)):
         stage.client("rollout-1").replicate(tensors(), 1, timeout_s=0.5)
+
+
+def test_it_ends_in_time_however_many_versions_an_absent_hub_is_asked_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    asked: list[int] = []
+
+    class Worker:
+        def serving(self) -> list[ShardKey]:
+            return [ShardKey(version, "checkpoint") for version in range(1, 40)]
+
+        def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float) -> None:
+            asked.append(version)
+            now[0] += timeout_s + session.ANSWER_MARGIN_S
+
+    assert not hand_over.hand_over(Worker(), 2.0)
+    assert now[0] < 2.5 and asked == [39]
+    assert "leaving with version 38: there was no time left to unpublish it" in caplog.text
+    assert not hand_over.hand_over(Worker(), 0.0)  # at least the newest is tried
+    assert asked == [39, 39]
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tensorhub_plugins.core.manifest import TensorTable
 from tensorhub_plugins.core.memory import adoption
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
+from tensorhub_plugins.core.memory.tied import LiveTensors
 
 
 def test_slabs_of_the_same_tensors_share_what_stands_for_their_memory():
@@ -23,6 +25,39 @@ def test_slabs_of_the_same_tensors_share_what_stands_for_their_memory():
     assert Slab.adopt({"a": tensors["a"]}).runs is not first.runs
     tensors["b"].data = torch.ones(2)
     assert Slab.adopt(tensors).runs is not first.runs
+
+
+class Made(Mapping[str, torch.Tensor]):
+    """A mapping whose tensors are made when they are asked for: anew, or as views of what is there."""
+
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        self.make, self.asked = make, list[str]()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.asked.append(name)
+        return self.make(int(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("0123")
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_tensors_that_are_made_when_they_are_asked_for_are_asked_for_once_and_kept():
+    made = Made(lambda number: torch.full((300_000,), float(number)))
+    slab = Slab.adopt(made)
+    assert made.asked == list("0123")
+    others = [torch.full((300_000,), -1.0) for _ in range(8)]  # would take the memory of tensors that were let go
+    assert b"".join(slab.readable(0, slab.size_bytes)) == stream({name: made[name] for name in made})
+    assert len(others) == 8
+
+
+def test_nothing_is_read_into_tensors_that_are_made_when_they_are_asked_for():
+    with pytest.raises(UsageError, match=r"tensor '0' is another one each time that this Made is asked .* pass a dict"):
+        LiveTensors(Made(lambda number: torch.full((10,), float(number))))
+    memory = torch.zeros(4, 10)
+    assert LiveTensors(Made(lambda number: memory[number])).whole.size_bytes == 160  # views of what stays are fine
 
 
 def test_adopting_the_same_tensors_again_looks_at_nothing_twice(monkeypatch):
