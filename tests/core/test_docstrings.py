@@ -82,13 +82,67 @@ DIALECT = re.compile(
 )
 COMMENT = re.compile(r"^(?:.*  | *)# (.+)$", re.M)
 
-# Folders whose prose is older than this rule. A new one is held to it, and one that follows it comes off this list.
-NOT_YET = {
-    "openrlhf",
-    "verl",
-    "vllm",
-    "vllm/engine",
-    "vllm/ray",
+# Files whose prose is older than this rule. A new one is held to it, and one that follows it comes off this list.
+NOT_YET: set[str] = {
+    "openrlhf/config.py",
+    "openrlhf/doctor.py",
+    "openrlhf/engine.py",
+    "openrlhf/external.py",
+    "openrlhf/follower.py",
+    "openrlhf/health.py",
+    "openrlhf/hub.py",
+    "openrlhf/install.py",
+    "openrlhf/journal.py",
+    "openrlhf/launcher.py",
+    "openrlhf/parts.py",
+    "openrlhf/routing.py",
+    "openrlhf/trainer.py",
+    "openrlhf/versions.py",
+    "openrlhf/work.py",
+    "verl/checks.py",
+    "verl/config.py",
+    "verl/doctor.py",
+    "verl/driver.py",
+    "verl/engine.py",
+    "verl/external.py",
+    "verl/hub.py",
+    "verl/launcher.py",
+    "verl/load.py",
+    "verl/loading.py",
+    "verl/null_worker.py",
+    "verl/parts.py",
+    "verl/placeholder.py",
+    "verl/replica.py",
+    "verl/routing.py",
+    "verl/steps.py",
+    "verl/stock.py",
+    "verl/trainer.py",
+    "verl/versions.py",
+    "vllm/answers.py",
+    "vllm/checkpoint_names.py",
+    "vllm/command_line.py",
+    "vllm/config.py",
+    "vllm/drafts.py",
+    "vllm/engine/caches.py",
+    "vllm/engine/core.py",
+    "vllm/engine/core_follower.py",
+    "vllm/engine/departures.py",
+    "vllm/engine/follower.py",
+    "vllm/engine/owned.py",
+    "vllm/engine/pooling.py",
+    "vllm/engine/ranks.py",
+    "vllm/engine/spans.py",
+    "vllm/engine/staleness.py",
+    "vllm/interrupts.py",
+    "vllm/load_format.py",
+    "vllm/model_facts.py",
+    "vllm/model_size.py",
+    "vllm/outlook.py",
+    "vllm/plugin.py",
+    "vllm/ray/external.py",
+    "vllm/ray/health.py",
+    "vllm/routes.py",
+    "vllm/weight_transfer.py",
 }
 
 
@@ -113,19 +167,18 @@ def findings(source: str) -> Iterator[str]:
     yield from (line for text in prose for line in text.splitlines() if DIALECT.search(line))
 
 
-def findings_in(folder: str) -> Iterator[str]:
-    for file in sorted((PACKAGE / folder).glob("*.py")):
-        yield from (f"{folder}/{file.name}: {found}" for found in findings(file.read_text()))
+def findings_in(file: str) -> list[str]:
+    return list(findings((PACKAGE / file).read_text()))
 
 
 def test_docstrings_are_imperative_sentences_in_the_fields_words() -> None:
-    folders = {str(file.parent.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")}
-    assert folders >= NOT_YET
-    assert [found for folder in sorted(folders - NOT_YET) for found in findings_in(folder)] == []
+    files = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")}
+    assert files >= NOT_YET
+    assert [f"{file}: {found}" for file in sorted(files - NOT_YET) for found in findings_in(file)] == []
 
 
-def test_the_list_of_folders_that_do_not_follow_can_only_shrink() -> None:
-    assert [folder for folder in sorted(NOT_YET) if next(findings_in(folder), None) is None] == [], "take these off"
+def test_the_list_of_files_that_do_not_follow_can_only_shrink() -> None:
+    assert [file for file in sorted(NOT_YET) if not findings_in(file)] == [], "take these off"
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ ZONE_LABELS = ("ray.io/availability-region", "ray.io/availability-zone")  # Kube
 
 
 def location_of(given: TrainingOptions) -> Location:
-    """Where this process is: what its environment says, then its node's labels, then the options (they are the same on
-    every node), then the zone that the cloud has labelled the node with.
+    """Return where this process is: what its environment says, then its node's labels, then the options (they are the
+    same on every node), then the zone that the cloud has labelled the node with.
 
     One reader in a data centre reads from afar, and the others from it.
     """
@@ -35,8 +35,8 @@ def location_of(given: TrainingOptions) -> Location:
 
 
 def preemptible_by(labels: Mapping[str, str]) -> bool | None:
-    """Whether a node with these labels may be taken away at short notice: `tensorhub.io/preemptible`, true or false,
-    else the market that it was bought on. None: they do not say. UsageError for another value of ours."""
+    """Return whether a node with these labels may be taken away at short notice: `tensorhub.io/preemptible`, true or
+    false, else the market that it was bought on. None: they do not say. Raise UsageError for another value of ours."""
     name = f"{LABEL_PREFIX}preemptible"
     ours = labels.get(name)
     if ours is not None and ours not in ("true", "false"):
@@ -47,19 +47,19 @@ def preemptible_by(labels: Mapping[str, str]) -> bool | None:
 
 
 def is_preemptible() -> bool | None:
-    """Of this node, by its labels; None: what its environment says counts, or nobody says anything."""
+    """Return whether this node is, by its labels; None: its environment decides, or nothing is known."""
     return None if PREEMPTIBLE_VARIABLE in os.environ else preemptible_by(node_labels())
 
 
 def node_labels() -> dict[str, str]:
-    """Of this node, as `ray start --labels` has set them; none in a process that Ray has not started."""
+    """Return the labels of this node that `ray start --labels` has set; none in a process that Ray has not started."""
     if not ray.is_initialized():
         return {}
     return {str(name): str(value) for name, value in ray.get_runtime_context().get_node_labels().items()}
 
 
 def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count: int = 1) -> Client:
-    """A client of the store, whose hub and run are known by now."""
+    """Make a client of the store, whose hub and run are known by now."""
     assert given.hub is not None and given.run is not None
     secret.learn()
     return Client(
@@ -83,7 +83,7 @@ def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count
 
 
 def worker_config(given: TrainingOptions, *, replica: str) -> dict[str, Any]:
-    """What `tensorhub_connect` takes in the workers of an engine on this node; hub and run are known by now."""
+    """Return what `tensorhub_connect` takes in the workers of an engine on this node; hub and run are known by now."""
     location = location_of(given)
     own = {
         "replica": replica,
@@ -96,7 +96,7 @@ def worker_config(given: TrainingOptions, *, replica: str) -> dict[str, Any]:
 
 
 def job() -> str | None:
-    """By which the hub knows a restarted actor or engine for its former life's: Ray's job, as all its processes say."""
+    """Return what the hub recognizes a restarted actor or engine by: Ray's job, as all its processes say."""
     if os.environ.get("TENSORHUB_JOB") or not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -104,5 +104,5 @@ def job() -> str | None:
 
 
 def node_address() -> str:
-    """This node's, as other nodes reach it."""
+    """Return the address of this node, as other nodes reach it."""
     return str(ray.util.get_node_ip_address().strip("[]"))

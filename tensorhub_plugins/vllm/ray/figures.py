@@ -19,7 +19,8 @@ class Serves(Protocol):
 def of_replicas(
     serving: Collection[Serves], *, lost: int, refused: int, published: int, now: float
 ) -> dict[str, float]:
-    """How many there are, and by how many steps they are behind the newest version, one at least of a former attempt.
+    """Return how many there are, and by how many steps they are behind the newest version, at least one for a version
+    of an earlier attempt.
 
     refused: how many cannot install it; published: by the trainer, which may be more than any of them has.
     """
@@ -36,7 +37,8 @@ def of_replicas(
 
 
 def of_members(members: Members, trainer: str, *, published: int, now: float) -> dict[str, float]:
-    """All of them, as a dispatcher has them. trainer: the name of its replica; published: by it."""
+    """Return the metrics of all of them, as a dispatcher has them. trainer: the name of its replica; published: by
+    it."""
     serving = members.able()
     told = of_replicas(
         serving,
@@ -49,7 +51,7 @@ def of_members(members: Members, trainer: str, *, published: int, now: float) ->
 
 
 def why_stuck(refusals: Mapping[str, tuple[int, str]]) -> str:
-    """Why a run ends. refusals: of every replica, a version and why that cannot be installed there."""
+    """Return why a run ends. refusals: of every replica, a version and why that cannot be installed there."""
     worker, (version, why) = next(iter(refusals.items()))
     return (
         f"version {version_text(version)} cannot be installed in any of {len(refusals)} replicas, and they have no "
@@ -58,7 +60,8 @@ def why_stuck(refusals: Mapping[str, tuple[int, str]]) -> str:
 
 
 def of_updates(updates: Iterable[Mapping[str, Any]], trainer: str) -> dict[str, float]:
-    """The slowest pull and pause in seconds, and the share of all bytes that came from other replicas than the trainer.
+    """Return the slowest pull and pause in seconds, and the share of all bytes that came from other replicas than the
+    trainer.
 
     updates: of each replica, as its heartbeat says: pull_s, pause_s, sources (of the bytes it has read).
     """

@@ -5,7 +5,7 @@
     fleet = find()  # of the Ray cluster that this machine belongs to; find("01000000") if several jobs have one
     fleet.list()  # a View: name, kind, state, version, requests, node of every member
     fleet.add(2)  # two more, as soon as there is room
-    fleet.add_external("http://10.0.0.9:8000")  # a `vllm serve` that nobody's framework has started
+    fleet.add_external("http://10.0.0.9:8000")  # a `vllm serve` that was started by hand
     fleet.drain("rollout-3", timeout_s=30)
     fleet.drain(node="10.0.0.7")  # a spot notice: its members come back elsewhere
     fleet.undrain("10.0.0.7")  # it stays after all
@@ -47,9 +47,9 @@ _owned: dict[str, tuple[Any, Any]] = {}  # Ray ends an actor when its last handl
 
 
 def start(launcher: Launcher, options: TrainingOptions) -> Any:
-    """The fleet's actor. Called in a process that lives as long as the run; again, it is the same one.
+    """Start the fleet's actor in a process that lives as long as the run; called again, return the same one.
 
-    UsageError for a policy that cannot be used.
+    Raise UsageError for a policy that cannot be used.
     """
     if options.fleet_policy is not None:
         policy.load(options.fleet_policy)
@@ -71,7 +71,7 @@ def start(launcher: Launcher, options: TrainingOptions) -> Any:
 
 
 def of_this_job() -> Any | None:
-    """The fleet's actor, in any process of the job; None before `start`."""
+    """Return the fleet's actor, in any process of the job; None before `start`."""
     with contextlib.suppress(ValueError):
         return ray.get_actor(f"{FLEET}{ray.get_runtime_context().get_job_id()}")
     return None
@@ -87,7 +87,7 @@ class Fleet:
         self.actor, self.job = actor, job
 
     def list(self) -> View:
-        """Its members, and what it aims at."""
+        """Return its members, and what it aims at."""
         return self._answer(self.actor.view)
 
     def add(self, count: int) -> str:
@@ -149,7 +149,7 @@ class Fleet:
 
 
 def find(job: str | None = None, address: str | None = None) -> Fleet:
-    """The fleet of a run on a Ray cluster. UsageError if there is none.
+    """Return the fleet of a run on a Ray cluster. Raise UsageError if there is none.
 
     job: Ray's id of it, where several have a fleet; address: of the cluster, "host:port"; None: the one that this
     machine belongs to.
@@ -162,7 +162,8 @@ def find(job: str | None = None, address: str | None = None) -> Fleet:
 
 
 def find_all(job: str | None = None, address: str | None = None) -> list[Fleet]:
-    """The fleets of all runs on a Ray cluster, or that of one job: see `find`. UsageError if there is none."""
+    """Return the fleets of all runs on a Ray cluster, or that of one job: see `find`. Raise UsageError if there is
+    none."""
     if not ray.is_initialized():
         _connect(address)
     actors = {
@@ -206,7 +207,7 @@ def _connect(address: str | None) -> None:
 
 
 def _check_answers(address: str | None) -> None:
-    """Ray itself waits for minutes for an address at which nobody is."""
+    """Ray itself waits for minutes for an address at which nothing listens."""
     host, _, port = (address or "").rpartition(":")
     if host and port.isdigit() and "//" not in host:
         connected(host.strip("[]"), int(port), Deadline.after(CONNECT_TIMEOUT_S)).close()

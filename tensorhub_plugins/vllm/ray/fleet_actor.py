@@ -39,7 +39,8 @@ class FleetActor:
     """The shell of `FleetState`, one thread with asyncio. Ray starts it again without limit."""
 
     def __init__(self, starter: str, options: TrainingOptions) -> None:
-        """starter: that actor's name. Ray keeps no handles for the arguments of an actor that it starts again."""
+        """Make the actor's state. starter: that actor's name: Ray keeps no handles for the arguments of an actor that
+        it starts again."""
         self._starter = ray.get_actor(starter)
         self._state = FleetState(
             minimum=options.fleet_min,
@@ -53,7 +54,8 @@ class FleetActor:
     # --- for dispatchers ----------------------------------------------------------------------------------------------
 
     async def report(self, seen: Sequence[Seen], waiting: int = 0, unnamed: int = 0) -> list[Entry]:
-        """The roster. waiting: requests that were given to nobody yet; unnamed: members that cannot be named yet."""
+        """Apply a report, and return the roster. waiting: requests that no member has yet; unnamed: members that cannot
+        be named yet."""
         await self._begin()
         self._handle(events.Reported(tuple(seen), waiting, unnamed))
         return self._state.roster()
@@ -61,16 +63,16 @@ class FleetActor:
     # --- for people: a sentence on what has begun or what was wrong, and whether it was refused -----------------------
 
     async def view(self) -> View:
-        """For `tensorhub fleet list`."""
+        """Return what `tensorhub fleet list` shows."""
         await self._begin()
         return self._state.view(time.monotonic())
 
     async def add(self, count: int) -> tuple[str, bool]:
-        """So many more."""
+        """Add so many members."""
         return await self._command(events.Add(count))
 
     async def add_external(self, url: str) -> tuple[str, bool]:
-        """A server that was started by hand."""
+        """Add a server that was started by hand."""
         try:
             url = address_of(url)
             if all(one.url != url for one in self._state.members.values()):  # or it is refused for that
@@ -87,30 +89,30 @@ class FleetActor:
         return text, is_refused
 
     async def target(self, count: int | None) -> tuple[str, bool]:
-        """So many; None: what the policy says."""
+        """Aim at so many; None: as many as the policy says."""
         return await self._command(events.SetTarget(count))
 
     async def drain(self, name: str, timeout_s: float = events.DRAIN_TIMEOUT_S, now: bool = False) -> tuple[str, bool]:
-        """One member leaves, now or when enough others are ready."""
+        """Let one member leave, now or when enough others are ready."""
         return await self._command(events.Drain(name, timeout_s, now))
 
     async def drain_node(
         self, node: str, timeout_s: float = events.DRAIN_TIMEOUT_S, why: str = "its node is drained"
     ) -> tuple[str, bool]:
-        """node: its address, its host's name, or Ray's id of it. External servers there leave as well, also if the
-        node is none of Ray's."""
+        """Let all members on a node leave. node: its address, its host's name, or Ray's id of it. External servers
+        there leave as well, also if the node is none of Ray's."""
         there = await self._nodes_called(node)
         hosts = {plain_host(node)} | {plain_host(name) for one in there for name in _names_of(one)}
         ids = frozenset(one["NodeID"] for one in there)
         return await self._command(events.DrainNodes(ids, timeout_s, why, frozenset(hosts)))
 
     async def undrain_node(self, node: str) -> tuple[str, bool]:
-        """It may be used again: the notice was withdrawn, or the work on it is done."""
+        """Use this node again: the notice was withdrawn, or the work on it is done."""
         there = await self._nodes_called(node)
         return await self._command(events.UndrainNodes(frozenset(one["NodeID"] for one in there), node))
 
     async def _nodes_called(self, name: str) -> list[dict[str, Any]]:
-        """What Ray knows of them now; the state is told, too."""
+        """Return what Ray knows now of the nodes of this name; update the state as well."""
         await self._begin()
         nodes = await asyncio.to_thread(live_nodes)
         self._handle(events.Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, self._state.slots))
@@ -128,7 +130,7 @@ class FleetActor:
     # --- the shell ----------------------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """At the first call: a constructor of a Ray actor has no event loop to work in."""
+        """Begin with the first call: a constructor of a Ray actor has no event loop to work in."""
         if self._begun is None or (self._begun.done() and self._begun.exception() is not None):
             self._begun = asyncio.create_task(self._restore())
         await asyncio.shield(self._begun)
@@ -192,7 +194,7 @@ class FleetActor:
             logger.error("fleet: this should not happen", exc_info=task.exception())
 
     async def _ask(self, call: Callable[[], Any]) -> Any:
-        """What the starter answers. It may be asked twice for the same thing: Ray may be starting it again."""
+        """Return what the starter answers. It may be asked twice for the same thing: Ray may be starting it again."""
         deadline = Deadline.after(STARTER_TIMEOUT_S)
         while True:
             try:
@@ -242,7 +244,7 @@ class FleetActor:
             logger.info("fleet: what there is room for is not known now: %s", sentence(error))
 
     async def _ask_policy(self) -> None:
-        """In a thread of its own, one question at a time: one that blocks takes no other's."""
+        """Ask the policy in a thread of its own, one question at a time: one that blocks takes no other's."""
         policy, complaint = policies.load(self._state.policy), ""
         thread, asked = ThreadPoolExecutor(1, "fleet-policy"), None
         while True:
@@ -266,14 +268,14 @@ def live_nodes() -> list[dict[str, Any]]:
 
 
 def _names_of(node: dict[str, Any]) -> set[str]:
-    """What people call it: its address, its host's name, the name that Ray was given, Ray's id."""
+    """Return what users call it: its address, its host's name, the name that Ray was given, Ray's id."""
     names = (node["NodeManagerAddress"], node.get("NodeManagerHostname"), node.get("NodeName"), node["NodeID"])
     return {name for name in names if name}
 
 
 def address_of(url: str) -> str:
-    """A server's address as two of them are compared: http://host:port, without what goes without saying. UsageError
-    for one that is none."""
+    """Return a server's address in the form in which two of them are compared: http://host:port, without what goes
+    without saying. Raise UsageError for one that is none."""
     try:
         parts = urlsplit(url)
         host, port = plain_host(parts.hostname or ""), parts.port
@@ -292,7 +294,7 @@ def address_of(url: str) -> str:
 
 
 async def knock(url: str) -> None:
-    """UsageError if nobody is there. Before anything is begun for a server: its actor takes seconds to start."""
+    """UsageError if nothing answers there. Before anything is begun for a server: its actor takes seconds to start."""
     parts = urlsplit(url)
     port = parts.port or DEFAULT_PORTS[parts.scheme]
 
@@ -300,7 +302,7 @@ async def knock(url: str) -> None:
         reader, writer = await asyncio.open_connection(parts.hostname, port)
         try:
             if parts.scheme == "https":
-                return b"."  # the client that will ask it knows whom to trust
+                return b"."  # the client that will ask it knows which certificates to trust
             writer.write(f"GET /health HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
             return await reader.read(1)
         finally:
@@ -320,7 +322,8 @@ async def knock(url: str) -> None:
 
 
 def plain_host(host: str) -> str:
-    """A host as two of them are compared: IPv6 without brackets, in the one way to write it."""
+    """Return a host in the form in which two of them are compared: IPv6 without brackets, in the one way to write
+    it."""
     try:
         return str(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
@@ -328,7 +331,7 @@ def plain_host(host: str) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Return what went wrong, in one line."""
     cause: Any = error.cause if isinstance(error, RayTaskError) else error
     text = str(getattr(cause, "message", "") or cause).strip()
     return text.splitlines()[0][:300] if text else type(cause).__name__

@@ -20,7 +20,7 @@ GONE_POLL_S = 0.5
 
 
 def run(options: argparse.Namespace) -> int:
-    """One command; its exit status."""
+    """Run one command; return its exit status."""
     if options.action == "guard":
         return guard(options)
     fleet = find(options.job, options.address)
@@ -98,7 +98,7 @@ def _living() -> list[Fleet]:
 
 
 def text(view: View) -> str:
-    """For people."""
+    """Return the view as text for a terminal."""
     names = ("NAME", "KIND", "STATE", "VERSION", "IN FLIGHT", "NODE", "SINCE", "WHY")
     rows = [names, *(_row(member) for member in view.members), *(_row(member) for member in view.gone)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(names))]

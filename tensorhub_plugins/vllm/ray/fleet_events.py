@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen
 
-DRAIN_TIMEOUT_S = 120.0  # where nobody says how long answers under way may take
+DRAIN_TIMEOUT_S = 120.0  # where it is not said how long answers under way may take
 RESERVE_TIMEOUT_S = 30.0  # by then a start holds its resources, so that `slots` no longer counts them, or has failed
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -16,7 +16,7 @@ RESERVE_TIMEOUT_S = 30.0  # by then a start holds its resources, so that `slots`
 
 @dataclass(frozen=True)
 class Reported:
-    """By the dispatcher. waiting: requests that nobody has yet; unnamed: members that it cannot name yet."""
+    """By the dispatcher. waiting: requests that no member has yet; unnamed: members that it cannot name yet."""
 
     seen: tuple[Seen, ...]
     waiting: int = 0
@@ -75,8 +75,8 @@ class Drain:
 
 @dataclass(frozen=True)
 class DrainNodes:
-    """Ray's ids. Nothing is started there any more, and nobody waits: the nodes go away. hosts: what they are called in
-    addresses of external servers, which leave with them."""
+    """Ray's ids. Nothing is started there any more, and drains wait for nothing: the nodes go away. hosts: their names
+    in addresses of external servers, which leave with them."""
 
     nodes: frozenset[str]
     timeout_s: float = DRAIN_TIMEOUT_S

@@ -14,7 +14,7 @@ from typing import Any
 from tensorhub_plugins.vllm.ray.fleet_types import Launcher
 from tensorhub_plugins.vllm.ray.handles import seal, unseal
 
-CANCEL_TIMEOUT_S = 30.0  # for a start to notice that nobody wants it any more
+CANCEL_TIMEOUT_S = 30.0  # for a start to notice that it is not wanted any more
 
 
 class Starter:
@@ -54,7 +54,7 @@ class Starter:
         self._saved = state
 
     async def saved(self) -> Any:
-        """What was kept; None at the beginning."""
+        """Return what was kept; None at the beginning."""
         return self._saved
 
     async def _started(self, name: str, start: Coroutine[Any, Any, Any]) -> bytes:

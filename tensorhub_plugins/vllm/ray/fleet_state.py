@@ -5,11 +5,11 @@
        |          +-- drain-+--------------+           |
        +-- fails -+-------- gone for good -------------+
 
-- Nobody comes back from draining. What was started is in the list until all it used has been given back.
+- No member comes back from draining. What was started is in the list until all it used has been given back.
 - `target` is how many first and joined members there shall be; the one that Ray restarts by itself counts as there.
 - Below the target one is started for every free slot, at most STARTS_MAX at once, after failures with growing delays.
   Above it the newest joined ones drain first. A rank is never used twice in a run.
-- A drained member gives up a place of the target. A drained or lost node does not: its members come back elsewhere.
+- With a drained member the target sinks by one. A drained or lost node does not: its members come back elsewhere.
 - Drain: no new requests at once; aborted when the time is up; stopped when the dispatcher says that it is empty.
   By name it begins when `minimum` others are ready, unless it shall be now: else requests would wait for an engine.
 
@@ -57,7 +57,7 @@ class _Member:
     in_flight: int = 0
     why: str = ""
     seen_at: float = 0.0
-    deadline: float = math.inf  # starting, lost: given up then; draining: aborted, then stopped; stopping: tried again
+    deadline: float = math.inf  # starting, lost: abandoned then; draining: aborted, then stopped; stopping: tried again
     is_aborted: bool = False
     leaves_within_s: float | None = None  # ready, and drains with this timeout when enough others are ready
     stops: int = 0  # that failed
@@ -97,7 +97,8 @@ class FleetState:
         self.by_policy = bool(self.policy)
 
     def handle(self, event: events.Event, now: float) -> list[events.Effect]:
-        """What is to be done now. Raises UsageError for a command that cannot be, and then nothing has changed."""
+        """Return what is to be done now. Raise UsageError for a command that cannot be carried out, and then nothing
+        has changed."""
         self._effects, was_ready = [], bool(self._ready())
         match event:
             case events.Reported():
@@ -140,7 +141,7 @@ class FleetState:
         return self._effects
 
     def resume(self, now: float) -> list[events.Effect]:
-        """What was under way when this state was saved, and nobody may be waiting for any more."""
+        """Return what was under way when this state was saved, and may not be waited for any more."""
         self._effects = []
         for member in self.members.values():
             if member.state == "stopping":
@@ -155,12 +156,12 @@ class FleetState:
 
     @property
     def wanted(self) -> int:
-        """How many first and joined members there shall be, within the limits."""
+        """Return how many first and joined members there shall be, within the limits."""
         target = self.firsts if self.target is None else self.target
         return max(self.minimum, min(target, self.maximum))
 
     def roster(self) -> list[Entry]:
-        """The members that the dispatcher shall use, and no others."""
+        """Return the members that the dispatcher shall use, and no others."""
         return [
             Entry(member.name, member.handle, member.kind, member.state == "draining")
             for member in self.members.values()
@@ -168,7 +169,7 @@ class FleetState:
         ]
 
     def view(self, now: float) -> View:
-        """For policies and for people."""
+        """Return the view for policies and for users."""
         return View(
             members=tuple(self._shown(member, now) for member in self.members.values()),
             gone=tuple(self._shown(member, now) for member in list(self.gone.values())[-GONE_SHOWN:]),
@@ -194,13 +195,13 @@ class FleetState:
         )
 
     def _own(self) -> list[_Member]:
-        """Those that count for the target."""
+        """Return the members that count for the target."""
         there = ("starting", "ready", "lost")
         own = [one for one in self.members.values() if one.kind != "external" and one.state in there]
         return [one for one in own if one.leaves_within_s is None]
 
     def _ready(self) -> list[_Member]:
-        """Those that get requests, of any kind."""
+        """Return the members that get requests, of any kind."""
         return [one for one in self.members.values() if one.state == "ready"]
 
     # --- what is heard ------------------------------------------------------------------------------------------------
@@ -270,7 +271,7 @@ class FleetState:
                 continue
             if member.kind == "joined":
                 self._stop(member, self._why_gone(member, ""), now)
-            elif member.state in ("ready", "lost"):  # who has started it may have it started again elsewhere
+            elif member.state in ("ready", "lost"):  # its framework may start it again elsewhere
                 self._lose(member, self._why_gone(member, ""), now)
 
     def _lose(self, member: _Member, why: str, now: float) -> None:
@@ -285,7 +286,7 @@ class FleetState:
         return f"its node {self.addresses[member.node]} is lost" if self._is_node_lost(member) else otherwise
 
     def _time_out(self, now: float) -> None:
-        # While nobody reports, nothing is known of those that run: they are left alone, however long that is.
+        # Without reports, nothing is known of those that run: they are left alone, however long that is.
         is_told = now - self.reported_at <= MISSING_TIMEOUT_S
         for member in list(self.members.values()):
             is_late = now >= member.deadline
@@ -304,7 +305,7 @@ class FleetState:
     # --- starting -----------------------------------------------------------------------------------------------------
 
     def _reconcile(self, now: float) -> None:
-        """One step from what there is to what there shall be."""
+        """Take one step from what there is to what there shall be."""
         own = self._own()
         if not self.is_known or len(own) == self.wanted:
             return
@@ -360,7 +361,7 @@ class FleetState:
             self._move(member, "draining", why, now)
 
     def _let_leave(self, now: float) -> None:
-        """Those that wait until enough others are ready, and those that are ready no more themselves."""
+        """Drain those that wait until enough others are ready, and those that are ready no more themselves."""
         for member in [one for one in self.members.values() if one.leaves_within_s is not None]:
             if member.state != "ready" or len(self._ready()) > self.minimum:
                 self._drain(member, member.leaves_within_s or 0.0, BY_NAME, now)
@@ -513,7 +514,8 @@ class FleetState:
         return "there is no room now" if self.slots <= 0 else f"{STARTS_MAX} start at a time"
 
     def _say_what_waits(self, event: events.Drain | events.DrainNodes, was_ready: bool, now: float) -> None:
-        """After a drain, when it is known what was started in its place: it waits for that, or requests do."""
+        """Say after a drain, when it is known what was started in its place, what waits for that: the drain, or
+        requests."""
         ready = self._ready()
         coming = [one.name for one in self._own() if one.state != "ready"]
         successor = f"{' or '.join(coming)} is" if coming else f"another one is ({self._why_later(now)})"
@@ -544,7 +546,7 @@ class FleetState:
 
 
 def host_of(url: str) -> str:
-    """The host in an address like http://host:8000; of IPv6 without the brackets."""
+    """Return the host in an address like http://host:8000; of IPv6 without the brackets."""
     found = re.match(r"https?://(?:\[([^\]]+)\]|([^/:]+))", url)
     return (found[1] or found[2]).lower() if found else ""
 
@@ -554,7 +556,7 @@ def _is_whole(count: Any) -> bool:
 
 
 def _check_timeout(timeout_s: Any) -> None:
-    """A deadline that never comes would keep a member for ever."""
+    """Check a timeout: a deadline that never comes would keep a member for ever."""
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if not is_number or not 0 <= timeout_s <= DRAIN_TIMEOUT_MAX_S:
         limits = f"0 to {DRAIN_TIMEOUT_MAX_S:.0f}"
@@ -562,5 +564,6 @@ def _check_timeout(timeout_s: Any) -> None:
 
 
 def _goes_first(member: _Member) -> tuple[bool, bool, int]:
-    """Who leaves when there are too many: those that serve nobody, then the joined, the newest first."""
+    """Return the key by which members leave when there are too many: first those that serve no requests, then the
+    joined, the newest first."""
     return member.state == "ready", member.kind == "first", -member.rank

@@ -19,7 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-# first: there from the start. joined: started by the fleet. external: a server that nobody's framework has started.
+# first: there from the start. joined: started by the fleet. external: a server that no framework has started.
 Kind = Literal["first", "joined", "external"]
 # starting: not yet ready for the first time. lost: was ready, is not now, and may come back. stopping: what it used is
 # being given back. gone: that is done.
@@ -80,13 +80,13 @@ class View:
     minimum: int
     maximum: int
     slots: int  # more replicas for which there is room now
-    waiting: int  # requests that the dispatcher has, and has given to nobody yet
+    waiting: int  # requests that the dispatcher has, and has given to no member yet
     policy: str  # that sets the target; "" if people do
     now: float = 0.0  # seconds, on a clock that only goes forward
 
     @property
     def in_flight(self) -> int:
-        """Requests that members are working on."""
+        """Return the number of requests that members are working on."""
         return sum(member.in_flight for member in self.members)
 
     def count(self, *states: State) -> int:
@@ -124,5 +124,5 @@ class Launcher(Protocol):
         ...
 
     def slots(self, avoid: Collection[str]) -> int:
-        """How many more replicas would fit now, without these nodes. Called in a thread."""
+        """Return how many more replicas would fit now, without these nodes. Called in a thread."""
         ...

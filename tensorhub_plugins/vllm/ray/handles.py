@@ -1,8 +1,8 @@
 """Actors' handles on their way through the fleet's actor, which has no use for them and does not open them.
 
-Ray's handle of an engine names what its methods take: whoever unpickles one imports vLLM, verl or OpenRLHF with it. The
-fleet's actor would so take a framework's memory and, every time that Ray starts it, many seconds. Dispatchers and the
-starter, which have the framework anyway, send handles sealed and open what they get.
+Ray's handle of an engine names what its methods take: a process that unpickles one imports vLLM, verl or OpenRLHF with
+it. The fleet's actor would so take a framework's memory and, every time that Ray starts it, many seconds. Dispatchers
+and the starter, which have the framework anyway, send handles sealed and open what they get.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
 
 
 def seal(handle: Any) -> bytes:
-    """The sender keeps the actor alive: a sealed handle does not."""
+    """Seal a handle. The sender keeps the actor alive: a sealed handle does not."""
     return cloudpickle.dumps(handle)
 
 
 def unseal(sealed: bytes) -> Any:
-    """Only what comes from the same job: it is unpickled."""
+    """Unseal a handle. Only for what comes from the same job: it is unpickled."""
     return cloudpickle.loads(sealed)
 
 
 def sealed(seen: Iterable[Seen]) -> list[Seen]:
-    """For `report`."""
+    """Seal the handles for `report`."""
     return [replace(one, handle=seal(one.handle)) for one in seen]
 
 
 def opened(roster: Iterable[Entry]) -> list[Entry]:
-    """What `report` has returned."""
+    """Unseal what `report` has returned."""
     return [replace(entry, handle=unseal(entry.handle)) for entry in roster]

@@ -3,7 +3,7 @@
 Its state is soft: after kill -9 it comes back at the same address and every worker tells it again what it holds; no
 other process is restarted.
 
-It has a secret that nobody is shown: the processes of the job ask the actor for it (secret.py), and people find it in
+It has a secret that is never shown: the processes of the job ask the actor for it (secret.py), and people find it in
 a file on the head node. Where the environment or Ray's own token names one, that is it.
 """
 
@@ -25,8 +25,8 @@ ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
 
 
 def start(ports: str | None = None) -> tuple[Any, str]:
-    """This job's hub, made if there is none: its actor and the hub's address. Ray ends it when its last handle is gone:
-    the caller keeps it. ports: as of `StoreOptions`."""
+    """Return this job's hub, made if there is none: its actor and the hub's address. Ray ends it when its last handle
+    is gone: the caller keeps it. ports: as of `StoreOptions`."""
     host, port = ray.get(ray.remote(_free_address).options(**ON_HEAD).remote(ports), timeout=START_TIMEOUT_S)
     actor_class = ray.remote(_hub_class()).options(
         max_restarts=-1, max_task_retries=-1, name=secret.actor_name(), get_if_exists=True, **ON_HEAD
@@ -43,19 +43,19 @@ def address_of(actor: Any) -> str:
 
 
 def command_of(actor: Any, address: str) -> str:
-    """What shows people, on the head node, what the hub knows."""
+    """Return the command that shows on the head node what the hub knows."""
     file = ray.get(actor.secret_file.remote(), timeout=START_TIMEOUT_S)
     return f"tensorhub status --hub {address} --secret-file {file}"
 
 
 def run_name(framework: str) -> str:
-    """A name for the run at the hub, unique for this Ray cluster and job."""
+    """Return a name for the run at the hub, unique for this Ray cluster and job."""
     context = ray.get_runtime_context()
     return f"{framework}-{context.get_session_name()}-{context.get_job_id()}"
 
 
 def _free_address(ports: str | None) -> tuple[str, int]:
-    """This node's address as other nodes reach it, and a port that is free now, of those that may be used."""
+    """Return this node's address as other nodes reach it, and a port that is free now, of those that may be used."""
     host = node_address()
     for port in reversed(ports_of(ports)):  # workers take the first ones, also while it is started again
         with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

@@ -5,7 +5,7 @@
     lost -----+                                +-- silent, failed, hung --> lost
 
 verl's router and OpenRLHF's generator ask every replica for a `Heartbeat` and dispatch by this one table; the fleet
-(fleet_types.py) gets what it knows, and says whom to use.
+(fleet_types.py) gets what it knows, and says which to use.
 
 - In rotation is a replica that is *ready* and has answered within `timeout_s`. `able` says which may take a request.
 - One that falls silent or fails is taken out at once, in a new epoch: what it was given is asked elsewhere. It is put
@@ -13,11 +13,11 @@ verl's router and OpenRLHF's generator ask every replica for a `Heartbeat` and d
   through many, and its first answers would be stale. When the others go back, because an older version was pinned, that
   is far enough. One that joins a run is treated likewise, and the last one standing is never kept out.
 - One that has served and is silent for `engine_timeout_s` hangs, also if it is alone: it is to be ended, and is started
-  again. One that is loading, that drains, or that nobody here could start again, never hangs.
+  again. One that is loading, that drains, or that could not be started again from here, never hangs.
 - One that answers that it is not ready (it is cut off from the hub for too long, say) gets no work and is not lost. It
   catches up likewise when it is ready again.
 - One that is drained gets no new requests, and finishes those it has.
-- Silence while the dispatcher itself stood still is nobody's.
+- Silence while the dispatcher itself stood still does not count.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class Member:
 
     @property
     def is_gone(self) -> bool:
-        """Whether no process will ever answer under its name again."""
+        """Return whether no process will ever answer under its name again."""
         return self.deaths >= DEATHS_MAX
 
     @property
     def answers(self) -> bool:
-        """Whether it would take new work if it were not draining."""
+        """Return whether it would take new work if it were not draining."""
         return self.ready and not self.is_lost and not self.is_joining
 
     @property
@@ -99,7 +99,7 @@ class Member:
 
     @property
     def is_missed(self) -> bool:
-        """Whether it is lost: not one that leaves, nor one that has not begun."""
+        """Return whether it is lost: not one that leaves, nor one that has not begun."""
         return self.is_lost and not self.is_draining and not self.is_joining
 
     @property
@@ -108,11 +108,12 @@ class Member:
 
     @property
     def called(self) -> str:
-        """Its name in the event log, as far as it is known."""
+        """Return its name in the event log, as far as it is known."""
         return self.worker or self.name
 
     def refuses(self, version: int) -> bool:
-        """Whether it will not have this version; 0: any version, where it has the model of before the training."""
+        """Return whether it will not have this version; 0: any version, where it has the model of before the
+        training."""
         return self.refusal[0] >= max(version, 1) > self.version
 
     def has(self, version: int, now: float) -> None:
@@ -134,16 +135,16 @@ class Members:
         self.all: dict[str, Member] = {}
         self._looked_at = math.inf
 
-    # --- who is there -------------------------------------------------------------------------------------------------
+    # --- what is there ------------------------------------------------------------------------------------------------
 
     def add(self, name: str, now: float, handle: Any = None, *, worker: str = "") -> Member:
-        """A replica that is there from the start. It is not ready before it says so."""
+        """Add a replica that is there from the start. It is not ready before it says so."""
         member = self.all.setdefault(name, Member(name, worker=worker, silent_since=now))
         member.handle = handle
         return member
 
     def remove(self, name: str) -> None:
-        """A replica that is taken away: not lost, simply not ours to route to any more."""
+        """Remove a replica that is taken away: it is not lost, simply not ours to route to any more."""
         self.all.pop(name, None)
 
     # --- what is heard ------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class Members:
     # --- silence ------------------------------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Call once a second: what this took too long for counts as nobody's silence."""
+        """Call once a second: what this took too long for counts as no replica's silence."""
         still_s = max(0.0, now - self._looked_at - STILL_MAX_S)
         for member in self.all.values():
             member.silent_since = min(now, member.silent_since + still_s)  # it may have been heard since
@@ -212,46 +213,50 @@ class Members:
         return out
 
     def late(self, now: float) -> list[str]:
-        """Those that have served, are not heard for the timeout, and are not taken out."""
+        """Return those that have served, are not heard for the timeout, and are not taken out."""
         here = [one for one in self.all.values() if one.has_served and not one.is_lost]
         return [one.name for one in here if now - one.silent_since > self.timeout_s]
 
     def hung(self, now: float) -> list[str]:
-        """Those to be ended, and then `failed` as "restarting"."""
+        """Return those to be ended, and then `failed` as "restarting"."""
         here = [one for one in self.all.values() if one.has_served and not one.is_draining]
         return [one.name for one in here if now - one.silent_since > self.hangs_after_s(one)]
 
     def hangs_after_s(self, member: Member) -> float:
-        """Return the silence for which it is ended. Nobody here could start an external one again."""
+        """Return the silence for which it is ended. An external one could not be started again from here."""
         limit_s = member.heartbeat.get("engine_timeout_s", self.engine_timeout_s)
         return math.inf if member.kind == "external" else limit_s
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
 
     def able(self, version: int = 0) -> list[Member]:
-        """Those that may take a request to be answered from this version or a later one."""
+        """Return those that may take a request to be answered from this version or a later one."""
         return [one for one in self.all.values() if one.in_rotation and not one.refuses(version)]
 
     def is_current(self, name: str, epoch: int) -> bool:
-        """Whether requests given to this replica in `epoch` can still be answered."""
+        """Return whether requests given to this replica in `epoch` can still be answered."""
         member = self.all.get(name)
         return member is not None and member.epoch == epoch
 
     def newest(self) -> int:
-        """The newest version in rotation; 0 if there is none, so that the last one standing is never kept out."""
+        """Return the newest version in rotation; 0 if there is none, so that the last one standing is never kept
+        out."""
         return max((one.version for one in self.all.values() if one.in_rotation), default=0)
 
     def behind(self, version: int) -> list[Member]:
-        """Those that would answer with an older version and will have this one; at the start, those without any."""
+        """Return those that would answer with an older version and will have this one; at the start, those without
+        any."""
         there = [one for one in self.all.values() if not (one.is_lost or one.is_joining or one.is_draining)]
         return [one for one in there if (one.ready or not one.version) and one.version < version and not one.stays]
 
     def refusing(self, published: int = 0) -> list[Member]:
-        """Those that cannot install the trainer's newest version. published: that one; 0 where it is not known."""
+        """Return those that cannot install the trainer's newest version. published: that one; 0 where it is not
+        known."""
         return [one for one in self.all.values() if not one.is_gone and one.refusal[0] >= max(published, 1)]
 
     def is_stuck(self, version: int = 0, published: int = 0) -> bool:
-        """Whether none is able, and never will be: all of them refuse what is asked for, and what was published."""
+        """Return whether none is able, and never will be: all of them refuse what is asked for, and what was
+        published."""
         there = [one for one in self.all.values() if not (one.is_gone or one.is_draining)]
         refusing = self.refusing(max(version, published))
         return bool(there) and not self.able(version) and all(one in refusing for one in there)

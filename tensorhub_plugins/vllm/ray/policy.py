@@ -26,19 +26,19 @@ POLICY_INTERVAL_S = 5.0  # an engine takes minutes to start: deciding more often
 
 
 def constant(view: View, target: float) -> int:
-    """So many. What is lost is replaced when there is room."""
+    """Return so many. What is lost is replaced when there is room."""
     return int(target)
 
 
 def free_resources(view: View) -> int:
-    """As many as Ray has room for: those that are there and one for every free slot. Nobody leaves for it."""
+    """Return as many as Ray has room for: those that are there and one for every free slot. None leaves for it."""
     return view.count("starting", "ready", "lost") + view.slots
 
 
 class QueueLength:
     """So many that each has at most `per_replica` requests; fewer when half would have been enough for `patience_s`.
 
-    Training steps between batches, in which nobody asks for anything, are shorter than that.
+    Training steps between batches, in which there are no requests, are shorter than that.
     """
 
     def __init__(self, per_replica: float = 16, patience_s: float = 600) -> None:
@@ -64,14 +64,14 @@ SHIPPED: dict[str, Callable[..., Any]] = {
 
 
 def load(text: str) -> Policy:
-    """The policy that option fleet_policy names. UsageError if there is none."""
+    """Return the policy that option fleet_policy names. Raise UsageError if there is none."""
     name, _, numbers = text.partition(":")
     arguments = [float(number) for number in numbers.split(",")] if numbers else []
     made = SHIPPED[name] if name in SHIPPED else _found(name)
     try:
         policy = made(*arguments) if isinstance(made, type) else lambda view: made(view, *arguments)
         _check_takes(policy, ()) if isinstance(made, type) else _check_takes(made, arguments)
-    except Exception as error:  # a class of somebody's may raise anything
+    except Exception as error:  # a user's class may raise anything
         raise UsageError(f"option fleet_policy {text!r}: {error}") from error
     return policy
 
@@ -100,7 +100,8 @@ def _found(name: str) -> Callable[..., Any]:
 
 
 def ask(policy: Policy, view: View) -> int | str:
-    """What it says, or in words why that does not count. It raises nothing: SystemExit would end the fleet's actor."""
+    """Return what it says, or in words why that does not count. Raise nothing: SystemExit would end the fleet's
+    actor."""
     try:
         return checked(policy(view))
     except BaseException as error:
@@ -108,7 +109,7 @@ def ask(policy: Policy, view: View) -> int | str:
 
 
 def checked(answer: Any) -> int:
-    """What a policy returned. ValueError unless it is a whole number."""
+    """Return what a policy returned. Raise ValueError unless it is a whole number."""
     if isinstance(answer, bool) or not isinstance(answer, (numbers.Integral, float)) or answer != answer or answer % 1:
         raise ValueError(f"it returned {answer!r}, which is no whole number")
     return int(answer)

@@ -29,7 +29,7 @@ WHY = "spot notice"
 
 
 async def watch(worker: str) -> None:
-    """Runs in an engine's actor: drains this node when the file appears. Never returns, and ends nothing by itself."""
+    """Drain this node when the file appears; for an engine's actor. Never return, and end nothing."""
     path = os.environ.get(VARIABLE)
     is_told = False
     while path:
@@ -56,7 +56,7 @@ async def _tell(worker: str, timeout_s: float) -> bool:
 
 
 def notice(path: Path) -> float | None:
-    """How many seconds are left; None while there is no notice."""
+    """Return how many seconds are left; None while there is no notice."""
     try:
         text = path.read_text()
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """For how many more replicas there is room on Ray's nodes, and how one of them takes its own.
 
-The first is an answer of now: somebody else may take it, and a launcher looks again before it reserves.
+The first is an answer of now: others may take it, and a launcher looks again before it reserves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NODE_LABEL = "ray.io/node-id"
 
 
 def slots(bundles: Sequence[Mapping[str, float]], *, avoid: Collection[str] = (), same_node: bool = True) -> int:
-    """How many times these bundles of resources would fit now.
+    """Return how many times these bundles of resources would fit now.
 
     avoid: nodes, by Ray's ids; same_node: all bundles of one replica go to one node.
     """
@@ -34,7 +34,7 @@ def slots(bundles: Sequence[Mapping[str, float]], *, avoid: Collection[str] = ()
 def count(
     free: Sequence[Mapping[str, float]], bundles: Sequence[Mapping[str, float]], *, same_node: bool = True
 ) -> int:
-    """How many times the bundles fit into what is free on each node, at most SLOTS_MAX."""
+    """Return how many times the bundles fit into what is free on each node, at most SLOTS_MAX."""
     left = [dict(node) for node in free]
     for number in range(SLOTS_MAX):
         if not (
@@ -63,7 +63,7 @@ def _take(nodes: list[dict[str, float]], bundles: Sequence[Mapping[str, float]])
 def reserve(
     name: str, bundles: Sequence[Mapping[str, float]], *, avoid: Collection[str] = (), strategy: str = "PACK"
 ) -> Any:
-    """A placement group of this name on other nodes than these. Errors as of `reserve_all`."""
+    """Reserve a placement group of this name on other nodes than these. Errors as of `reserve_all`."""
     return reserve_all([name], bundles, avoid=avoid, strategy=strategy)[0]
 
 
@@ -73,7 +73,7 @@ def reserve_all(
     """Placement groups of these names, each with these bundles, on other nodes than these: all of them or none.
 
     Blocks for seconds, at most RESERVE_TIMEOUT_S. DeadlineExceeded: nothing is held; also when a part was there and the
-    rest did not come, because who has the rest may wait for just that part.
+    rest did not come, because what has the rest may wait for just that part.
     """
     elsewhere = {NODE_LABEL: f"!in({', '.join(sorted(avoid))})"}
     selector = [elsewhere] * len(bundles) if avoid else None
@@ -102,7 +102,8 @@ class _NotReserved(Exception):
 
 
 def _wait_for_all(groups: Sequence[Any]) -> None:
-    """Their state is looked at: `PlacementGroup.ready` starts a process on each node, which takes its time."""
+    """Check the groups' states until all are there: `PlacementGroup.ready` starts a process on each node, which takes
+    its time."""
     began, partly_since = time.monotonic(), None
     while True:
         states = [placement_group_table(group).get("state") for group in groups]
@@ -112,15 +113,15 @@ def _wait_for_all(groups: Sequence[Any]) -> None:
         then = verdict(ready, len(groups), now - began, 0.0 if partly_since is None else now - partly_since)
         if then == "take":
             return
-        if then == "give back" or "REMOVED" in states:  # nobody wants them any more
+        if then == "give back" or "REMOVED" in states:  # they are not wanted any more
             raise _NotReserved(now - began)
         time.sleep(LOOK_INTERVAL_S)
 
 
 def verdict(ready: int, wanted: int, waited_s: float, partly_s: float) -> Literal["take", "wait", "give back"]:
-    """PURE: what becomes of so many places out of those that were asked for together.
+    """Return what becomes of so many places out of those that were asked for together. PURE.
 
-    partly_s: for how long some were there, and not all. Who holds a part gives it back soon: two that hold a part each
+    partly_s: for how long some were there, and not all. What holds a part returns it soon: two that hold a part each
     would keep each other out.
     """
     if ready == wanted:

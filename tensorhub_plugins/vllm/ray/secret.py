@@ -1,7 +1,7 @@
 """How the secret of a job's own hub gets to the processes of the job: they ask the hub's actor, by its name.
 
-So it is in no configuration, log or command line, and there is nothing to set. It stays in the environment of who
-asked, where the clients look and vLLM's processes inherit it.
+So it is in no configuration, log or command line, and there is nothing to set. It stays in the environment of the
+process that asked, where the clients look and vLLM's processes inherit it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ TIMEOUT_S = 60.0  # as long as the hub may take to start
 
 
 def choose() -> Keys:
-    """For a hub that is about to be started: what the environment names, else Ray's own token, else a new one."""
+    """Choose the secret of a hub that is about to be started: what the environment names, else Ray's own token, else a
+    new one."""
     return keys_from_environment() or _of_ray() or new_secret()
 
 
 def actor_name() -> str:
-    """By which all processes of the job find it."""
+    """Return the name by which all processes of the job find it."""
     return f"tensorhub_hub_{ray.get_runtime_context().get_job_id()}"
 
 
@@ -39,7 +40,7 @@ def learn() -> str | None:
 
 
 def _of_ray() -> Keys | None:
-    """From the token by which Ray's cluster keeps strangers out, where it has one."""
+    """Derive it from the token by which Ray's cluster keeps strangers out, where it has one."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         return None
     token = os.environ.get("RAY_AUTH_TOKEN")
