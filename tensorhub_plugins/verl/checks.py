@@ -50,7 +50,7 @@ NUMBERS: dict[str, tuple[int, int | None]] = {
 
 
 def concerns_store(root: Any) -> bool:
-    """Whether a configuration of verl names the store; others are none of ours."""
+    """Return whether a configuration of verl names the store; others are none of ours."""
     rollout = _get(root, "actor_rollout_ref", "rollout")
     backend, module = _get(rollout, "checkpoint_engine", "backend"), _get(rollout, *_MODULE)
     return BACKEND in (backend or "") or _get(rollout, "name") == ROLLOUT or "tensorhub_plugins" in (module or "")
@@ -83,7 +83,7 @@ def settle(root: Any) -> list[str]:
 
 
 def check(root: Any) -> tuple[Options, Outlook]:
-    """The store's options (verl's defaults where they are wrong), and what will happen or is wrong.
+    """Return the store's options (verl's defaults where they are wrong), and what will happen or is wrong.
 
     root: verl's whole configuration, for which `concerns_store` is true.
     """
@@ -138,7 +138,8 @@ class Engines(NamedTuple):
 
 
 def engines_of(root: Any) -> Engines:
-    """As verl counts them. one_step_off and fully_async have options of their own for the nodes of rollouts."""
+    """Return the engines as verl counts them. one_step_off and fully_async have options of their own for the nodes of
+    rollouts."""
     rollout, where = _get(root, "actor_rollout_ref", "rollout"), "actor_rollout_ref.rollout"
     place = rollout
     if _get(root, "rollout") is not None:
@@ -155,13 +156,13 @@ def gpus_of_engine(rollout: Any) -> int:
 
 
 def check_trainer(trainer: Any) -> None:
-    """GPUs, without which verl makes a trainer of no ranks."""
+    """Check the trainer's GPUs, without which verl makes a trainer of no ranks."""
     if not _get(trainer, "nnodes") or not _get(trainer, "n_gpus_per_node"):
         raise UsageError("the trainer needs GPUs: set trainer.nnodes and trainer.n_gpus_per_node to 1 or more")
 
 
 def check_resume(trainer: Any) -> None:
-    """What verl finds wrong only once all models are loaded."""
+    """Check what verl finds wrong only once all models are loaded."""
     mode, path = _get(trainer, "resume_mode"), _get(trainer, "resume_from_path")
     if mode not in (None, *RESUME):
         raise UsageError(
@@ -175,7 +176,7 @@ def check_resume(trainer: Any) -> None:
 
 
 def check_kwargs(rollout: Any) -> None:
-    """A misspelt back end, whose options nobody reads."""
+    """Refuse a misspelt back end, whose options are read by none."""
     for name in _get(rollout, "checkpoint_engine", "engine_kwargs") or ():
         if name != BACKEND and is_meant(str(name), BACKEND):
             raise UsageError(f"{ENGINE}.engine_kwargs.{name} is read by nobody: did you mean {WHERE}?")
@@ -187,8 +188,8 @@ def check_path(model: Any) -> None:
 
 
 def check_engines(root: Any) -> str:
-    """How many GPUs the job needs, and for what; UsageError where not one engine would start. verl finds none wrong,
-    and waits for ever."""
+    """Return how many GPUs the job needs, and for what. Raise UsageError where not one engine would start: verl finds
+    nothing wrong, and waits for ever."""
     engines, trainer = engines_of(root), _get(root, "trainer")
     if not engines.nodes or not engines.gpus_per_node:
         raise UsageError(
@@ -232,8 +233,8 @@ def check_backend(rollout: Any) -> None:
 
 
 def check_name(rollout: Any, options: Options) -> None:
-    """Engines that the store was not tried with are refused, unless `allow_untested` is set; verl's registry knows
-    which there are."""
+    """Refuse engines that the store was not tried with, unless `allow_untested` is set; verl's registry knows which
+    there are."""
     name = _get(rollout, "name")
     if options.allow_untested or name is None:
         return
@@ -262,7 +263,7 @@ def check_drafts(rollout: Any) -> None:
 
 
 def draft_of(rollout: Any) -> str | None:
-    """What vLLM's engines will draft with, as vLLM calls it; None: nothing."""
+    """Return what vLLM's engines will draft with, as vLLM calls it; None: nothing."""
     mtp = _get(rollout, "mtp")
     if _get(mtp, "enable") and _get(mtp, "enable_rollout"):
         return str(_get(mtp, "method") or "mtp")
@@ -274,14 +275,14 @@ def draft_of(rollout: Any) -> str | None:
 
 
 def check_model(model: Any) -> None:
-    """Adapters: verl gives the store the base weights alone, which never change."""
+    """Refuse adapters: verl gives the store the base weights alone, which never change."""
     lora = _get(model, "lora")
     if (_get(model, "lora_rank") or _get(lora, "rank") or 0) > 0 and not _get(lora, "merge"):
         raise UsageError(LORA)
 
 
 def parts_summary(root: Any, options: Options) -> str:
-    """Whether trainer ranks publish what they hold, or gather whole tensors, and why; see parts.py."""
+    """Return whether trainer ranks publish what they hold, or gather whole tensors, and why; see parts.py."""
     reference = _get(root, "actor_rollout_ref")
     strategy, lora = _get(reference, "actor", "strategy"), _get(reference, "model", "lora")
     if not options.parts:
@@ -298,7 +299,7 @@ def parts_summary(root: Any, options: Options) -> str:
 
 
 def tell_memory(outlook: Outlook, root: Any, options: Options, model: Model | None) -> None:
-    """What hosts need. What exceeds a budget that is kept is wrong."""
+    """Say what hosts need. What exceeds a budget that is kept is wrong."""
     trainer, rollout = _get(root, "trainer"), _get(root, "actor_rollout_ref", "rollout")
     if model is None:
         outlook.unseen.append(
@@ -336,7 +337,7 @@ def dtype_summary(options: Options) -> str:
 
 
 def check_parallel(rollout: Any) -> None:
-    """What verl refuses where rollout.name is vllm, and would take here."""
+    """Refuse what verl refuses where rollout.name is vllm, and would take here."""
     if (_get(rollout, "data_parallel_size") or 1) > 1:
         raise UsageError(
             f"rollout.data_parallel_size is {rollout.data_parallel_size}: with {ROLLOUT} every engine is a replica of "
@@ -350,7 +351,8 @@ def check_parallel(rollout: Any) -> None:
 
 
 def check_fleet(options: Options, rollout: Any) -> str:
-    """What becomes of the number of replicas; "" where it stays. UsageError for options that would do nothing."""
+    """Return what becomes of the number of replicas; "" where it stays. Raise UsageError for options that would do
+    nothing."""
     router = _get(rollout, "router_config_path")
     if _get(rollout, "name") != ROLLOUT:
         why = f"drop-in mode has a fixed number of engines: set rollout.name={ROLLOUT}"
@@ -369,7 +371,8 @@ def check_fleet(options: Options, rollout: Any) -> str:
 
 
 def check_mode(root: Any) -> str:
-    """Which trainer this is, in a sentence; UsageError for one whose engines get their weights another way."""
+    """Return which trainer this is, in a sentence. Raise UsageError for one whose engines get their weights another
+    way."""
     trainer = _get(root, "trainer")
     if _get(root, "rollout") is not None:
         mode = "one_step_off" if _get(root, "async_training") is None else "fully_async"
@@ -398,7 +401,7 @@ def check_mode(root: Any) -> str:
 
 
 def is_served(root: Any) -> bool:
-    """Whether this trainer has engines on GPUs of their own, which the store is for."""
+    """Return whether this trainer has engines on GPUs of their own, which the store is for."""
     return _get(root, "rollout") is not None or is_separate_async(root)
 
 
@@ -409,8 +412,8 @@ def is_separate_async(root: Any) -> bool:
 
 
 def check_batch(root: Any) -> None:
-    """verl's own condition, which it finds broken a minute after its start, with what keeps the recipe as it is:
-    `parameter_sync_step` is the number of optimizer steps that a batch is trained in."""
+    """Check verl's own condition, which it finds broken a minute after its start, and name what keeps the recipe as it
+    is: `parameter_sync_step` is the number of optimizer steps that a batch is trained in."""
     batch, mini = _batch(root)
     per_step = _get(root, "trainer", "v1", "separate_async", "parameter_sync_step") or 1
     if not is_separate_async(root) or batch is None or mini is None or batch == per_step * mini:
@@ -424,7 +427,7 @@ def check_batch(root: Any) -> None:
 
 
 def steps_of(root: Any) -> int | None:
-    """The `parameter_sync_step` that leaves a recipe as it is; None where there is none."""
+    """Return the `parameter_sync_step` that leaves a recipe as it is; None where there is none."""
     batch, mini = _batch(root)
     return batch // mini if batch and mini and batch % mini == 0 else None
 

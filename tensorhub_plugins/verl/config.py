@@ -52,7 +52,8 @@ class Options(TrainingOptions, frozen=True, kw_only=True):
 
 
 def parse(given: Mapping[str, Any] | None) -> Options:
-    """Options from verl's configuration (a mapping, also omegaconf's), or UsageError naming the option."""
+    """Parse the options in verl's configuration (a mapping, also omegaconf's). Raise UsageError that names the
+    option."""
     parsed = options.convert(_plain(given or {}), Options, where=WHERE)
     limits: dict[str, tuple[float, float]] = {"replica_timeout_s": (1, 3600)}
     if parsed.slices is not None:
@@ -101,8 +102,8 @@ def use_our_router(rollout: Any) -> bool:
 
 
 def spans_of(choice: str, rollout: Any) -> str:
-    """How samples of several versions are handed to verl's client. "auto": split where the client of this trainer
-    understands pieces (verl chooses the client by the trainer, see versions.py)."""
+    """Return how samples of several versions are handed to verl's client. "auto": split where the client of this
+    trainer understands pieces (verl chooses the client by the trainer, see versions.py)."""
     if choice != "auto":
         return choice
     root = rollout._get_root()
@@ -126,7 +127,7 @@ def _plain(value: Any) -> Any:
 
 
 def refused(error: Exception, address: str) -> UsageError:
-    """What a hub that cannot be reached at start is reported as."""
+    """Return the error for a hub that cannot be reached at start."""
     return UsageError(
         f"no hub answers at {address}: start one with `tensorhub server --address {address}`, correct {WHERE}.hub, "
         f"or leave it out to run the hub on verl's head node ({error})"

@@ -84,7 +84,7 @@ def check_found(root: Any) -> None:
 
 
 def check_paths(root: Any, is_submitted: bool, unseen: list[str]) -> None:
-    """Files and folders that verl reads on the node of its driver."""
+    """Check the files and folders that verl reads on the node of its driver."""
     resumed = ("trainer.resume_from_path",) * (OmegaConf.select(root, "trainer.resume_mode") == "resume_path")
     given = [(name, OmegaConf.select(root, name)) for name in (*PATHS, *resumed)]
     paths = [(name, one) for name, value in given for one in (value if isinstance(value, ListConfig) else [value])]
@@ -92,7 +92,7 @@ def check_paths(root: Any, is_submitted: bool, unseen: list[str]) -> None:
 
 
 def is_found(root: Any) -> bool:
-    """Whether verl's processes will know our names."""
+    """Return whether verl's processes will know our names."""
     if PACKAGE in os.environ.get(MODULES, "").split(","):
         return True
     installed = any(entry.name == "tensorhub" for entry in metadata.entry_points(group="verl.plugins"))
@@ -108,8 +108,9 @@ def is_found(root: Any) -> bool:
 
 
 def compose(words: Words, outlook: Outlook) -> Any:
-    """verl's configuration for these words, put together as Hydra does it for verl's command. Overrides that verl does
-    not take are kept in `outlook`, all of them, and left out. UsageError where there is no configuration at all."""
+    """Return verl's configuration for these words, put together as Hydra does it for verl's command. Overrides that
+    verl does not take are kept in `outlook`, all of them, and left out. Raise UsageError where there is no
+    configuration at all."""
     from hydra import version
     from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
@@ -150,7 +151,7 @@ def _not_taken(error: Exception) -> UsageError:
 
 
 def _given(arguments: Sequence[str]) -> Any:
-    """Hydra's options and the overrides, as its own parser has them."""
+    """Return Hydra's options and the overrides, as its own parser has them."""
     from hydra._internal.utils import get_args_parser
 
     said = io.StringIO()

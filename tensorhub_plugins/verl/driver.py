@@ -51,7 +51,7 @@ def refuse_or_tell(root: Any) -> None:
 
 
 def check(root: Any) -> Outlook:
-    """All that can be known here: configuration, versions, whether the hub answers."""
+    """Check all that can be known here: configuration, versions, whether the hub answers."""
     wrong = checks.settle(root)
     settle_dtype(root)
     settle_slices(root)
@@ -78,8 +78,8 @@ def _check_hub(address: str) -> None:
 
 
 def settle_dtype(root: Any) -> None:
-    """Where no dtype is asked for, publish in that of the rollouts: verl's trainers have fp32 masters, which would be
-    twice the bytes for everybody. It is written into the configuration, as no other process knows both sides."""
+    """Publish in the dtype of the rollouts where none is asked for: verl's trainers have fp32 masters, which would be
+    twice the bytes for all readers. It is written into the configuration, as no other process knows both sides."""
     rollout = root.actor_rollout_ref.rollout
     given = rollout.checkpoint_engine.get("engine_kwargs") or {}
     if (given.get(config.BACKEND) or {}).get("dtype") is None and rollout.get("dtype") in config.DTYPES:
@@ -87,8 +87,8 @@ def settle_dtype(root: Any) -> None:
 
 
 def settle_slices(root: Any) -> None:
-    """Where it is not said otherwise, publish for workers that each take a slice: those of tensor parallel replicas
-    that pull. In drop-in mode every worker reads everything."""
+    """Publish for workers that each take a slice where it is not said otherwise: those of tensor parallel replicas that
+    pull. In drop-in mode every worker reads everything."""
     rollout = root.actor_rollout_ref.rollout
     given = (rollout.checkpoint_engine.get("engine_kwargs") or {}).get(config.BACKEND) or {}
     if rollout.get("name") == config.ROLLOUT:

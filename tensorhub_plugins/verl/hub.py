@@ -21,13 +21,13 @@ POLL_INTERVAL_S = 0.1
 
 
 def run_name(options: Options) -> str:
-    """The run's name at the hub: as configured, else unique for this Ray cluster and job."""
+    """Return the run's name at the hub: as configured, else unique for this Ray cluster and job."""
     return options.run if options.run is not None else ray_hub.run_name("verl")
 
 
 def ensure(options: Options) -> str:
-    """The hub's address; starts the embedded hub when none is configured. Called where verl's manager lives, which
-    owns the actor: it ends with the run."""
+    """Return the hub's address; start the embedded hub when none is configured. Called where verl's manager lives,
+    which owns the actor: it ends with the run."""
     if options.hub is not None:
         return options.hub
     name = secret.actor_name()
@@ -46,7 +46,8 @@ def ensure(options: Options) -> str:
 
 
 async def find(options: Options, *, timeout_s: float = ray_hub.START_TIMEOUT_S) -> str:
-    """The hub's address, as a process learns it that is told nothing: waits until the manager has started the hub."""
+    """Return the hub's address, as a process learns it that is not configured with one: wait until the manager has
+    started the hub."""
     if options.hub is not None:
         return options.hub
     deadline = time.monotonic() + timeout_s

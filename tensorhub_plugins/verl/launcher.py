@@ -37,7 +37,8 @@ class VerlLauncher:
     """Sent by value to the actor that owns what the fleet starts."""
 
     def __init__(self, root: Any, options: Options, rollouter: Any | None = None) -> None:
-        """root: verl's whole configuration. rollouter: fully_async's actor, which limits what is under way."""
+        """Make a launcher. root: verl's whole configuration. rollouter: fully_async's actor, which limits what is under
+        way."""
         self._root, self._options, self._rollouter = root, options, rollouter
         self._replicas: dict[str, Any] = {}  # Ray ends an actor when its last handle is gone
         self._unwanted: set[str] = set()
@@ -46,7 +47,7 @@ class VerlLauncher:
         self._reserving = asyncio.Lock()  # replicas of several nodes, begun together, do not take a part each
 
     async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
-        """Its server actor, once the engine runs."""
+        """Start a replica; return its server actor, once the engine runs."""
         if not await asyncio.to_thread(self.slots, avoid):
             raise UsageError(f"no node has room for another replica, which takes {self._bundles()} on one node")
         async with self._reserving:
@@ -62,14 +63,14 @@ class VerlLauncher:
         return replica.servers[0]
 
     def _reserve(self, name: str, rank: int, avoid: Collection[str]) -> list[Any]:
-        """One placement group a node, called as verl calls it; all or none."""
+        """Reserve one placement group a node, called as verl calls it; all or none."""
         bundles, nodes = self._bundles(), self._nodes()
         prefix = f"{_pool(rank)}verl_group_{'_'.join([str(len(bundles))] * nodes)}"
         try:
             names = [f"{prefix}:{node}" for node in range(nodes)]
             return room.reserve_all(names, bundles, avoid=avoid, strategy="STRICT_PACK")
         finally:
-            if name in self._unwanted:  # meanwhile: nobody takes what this returns
+            if name in self._unwanted:  # meanwhile: what this returns is not used
                 give_back(name)
 
     async def _replica(self, rank: int, groups: list[Any]) -> Any:
@@ -91,12 +92,12 @@ class VerlLauncher:
         return replica_class(rank, rollout, root.actor_rollout_ref.model, gpus, groups=groups)
 
     async def _known(self) -> Options:
-        """With the hub and the run's name, which the first replicas have found for themselves."""
+        """Return the options with the hub and the run's name, which the first replicas have found for themselves."""
         options = self._options
         return msgspec.structs.replace(options, hub=await hub.find(options), run=hub.run_name(options))
 
     def _init(self, name: str, replica: Any) -> None:
-        """verl blocks here, and cannot be told to stop."""
+        """Start the engine. verl blocks here, and cannot be told to stop."""
         try:
             asyncio.run(replica.init_standalone())
         finally:
@@ -104,7 +105,7 @@ class VerlLauncher:
                 give_back(name)
 
     async def start_external(self, name: str, url: str) -> Any:
-        """An actor that stands for the server; see external.py."""
+        """Return an actor that stands for the server; see external.py."""
         options = await self._known()
         rollout, expected = await asyncio.to_thread(self._expected)
         spans = spans_of(options.spans, self._root.actor_rollout_ref.rollout)
@@ -120,12 +121,13 @@ class VerlLauncher:
         return external.rollout_of(configuration.rollout, omega_conf_to_dataclass(configuration.model))
 
     async def abort(self, name: str, handle: Any) -> None:
-        """verl's client goes on elsewhere with the tokens it has, or begins again where it cannot."""
+        """Abort what is under way: verl's client goes on elsewhere with the tokens it has, or begins again where it
+        cannot."""
         give = handle.abort_all_requests if is_external(name) else handle.tensorhub_give_back
         await asyncio.wait_for(give.remote(), GIVE_BACK_TIMEOUT_S)
 
     async def stop(self, name: str, handle: Any | None) -> None:
-        """Also of those that verl has started. What is not there any more is no error."""
+        """End a replica, also one that verl has started. What is not there any more is no error."""
         self._unwanted.add(name)
         if handle is not None:
             leave = handle.close if is_external(name) else handle.tensorhub_leave
@@ -140,7 +142,7 @@ class VerlLauncher:
         await self._limit()
 
     def slots(self, avoid: Collection[str]) -> int:
-        """How many more would fit now."""
+        """Return how many more would fit now."""
         return room.slots(self._bundles(), avoid=avoid) // self._nodes()
 
     def _nodes(self) -> int:
@@ -155,7 +157,8 @@ class VerlLauncher:
         return [{"CPU": COLOCATED, gpu: 1}] * min(checks.gpus_of_engine(rollout), rollout.n_gpus_per_node)
 
     async def _limit(self) -> None:
-        """In fully_async the samples under way grow with the fleet; in other trainers verl's options bound them."""
+        """Limit the samples under way, which in fully_async grow with the fleet; in other trainers verl's options bound
+        them."""
         if self._rollouter is None:
             return
         try:
@@ -165,7 +168,8 @@ class VerlLauncher:
 
 
 def set_concurrency(rollouter: Any, more: int) -> None:
-    """Runs in verl's FullyAsyncRollouter, which counts the replicas of its own manager alone."""
+    """Set the limit of verl's FullyAsyncRollouter, which counts the replicas of its own manager alone. Runs in its
+    process."""
     if rollouter.max_required_samples is None:
         return  # it has not begun, and will count for itself
     replicas = len(rollouter.llm_server_manager.get_replicas()) + more
@@ -175,7 +179,7 @@ def set_concurrency(rollouter: Any, more: int) -> None:
 
 
 def is_external(name: str) -> bool:
-    """Whether the fleet calls a server so that nobody's framework has started."""
+    """Return whether the fleet gives this name to a server that no framework has started."""
     return name.startswith("external-")
 
 
@@ -192,13 +196,13 @@ def give_back(name: str) -> None:
 
 
 def is_actor_of(name: str, actor: str) -> bool:
-    """Whether verl calls a server or a worker of this replica so, or we what holds its GPUs."""
+    """Return whether verl gives this name to a server or a worker of this replica, or we to what holds its GPUs."""
     is_ours = actor.startswith((f"{ROLLOUT}_server_{_rank(name)}_", placeholder.prefix(_rank(name))))
     return is_ours or replica_name(actor).startswith(f"{name}.")
 
 
 def is_group_of(name: str, group: str) -> bool:
-    """Whether verl calls this replica's placement group so."""
+    """Return whether verl gives this name to the replica's placement group."""
     return group.startswith(f"{_pool(_rank(name))}verl_group")
 
 

@@ -23,7 +23,7 @@ class Load:
             del sessions[session]
 
     def forget(self, name: str) -> int:
-        """The replica is lost or taken away. Returns how many requests it had."""
+        """Forget a replica that is lost or taken away. Return how many requests it had."""
         return self._at.pop(name, Counter()).total()
 
     def count(self, name: str) -> int:

@@ -16,14 +16,14 @@ import ray
 
 from tensorhub_plugins.core import VersionRefused
 
-ADAPTER = "verl.workers.rollout.vllm_rollout.vllm_rollout"  # imported, with vLLM, by who needs it
+ADAPTER = "verl.workers.rollout.vllm_rollout.vllm_rollout"  # imported, with vLLM, where it is needed
 LOOK_INTERVAL_S = 1.0  # how long the sender waits before it looks at vLLM's answer
 
 _answer: ContextVar[Any] = ContextVar("of vLLM, to the call that loads what is sent now", default=None)
 
 
 def watch() -> None:
-    """From now on the senders of this process do so, if it is one of verl's vLLM rollout workers."""
+    """Have the senders of this process do so from now on, if it is one of verl's vLLM rollout workers."""
     module: Any = sys.modules.get(ADAPTER)
     if module is None or hasattr(module.ServerAdapter._execute_method, "tensorhub"):
         return
@@ -45,7 +45,8 @@ def watch() -> None:
 
 
 def hear(recv: Callable[[], Any], poll: Callable[[float], int], answer: Any) -> Any:
-    """vLLM's word, or VersionRefused. answer: Ray's reference to that of vLLM; None: another rank hears it."""
+    """Return vLLM's answer, or raise VersionRefused. answer: Ray's reference to that of vLLM; None: another rank
+    receives it."""
     while not poll(1000 * LOOK_INTERVAL_S):
         if answer is not None and ray.wait([answer], timeout=0)[0]:
             try:

@@ -33,7 +33,7 @@ class Validation:
     last_step: int | None  # None: not known
 
     def follows(self, step: int, *, is_first: bool) -> bool:
-        """Whether validation comes right after the update of this step. is_first: of this run."""
+        """Return whether validation comes right after the update of this step. is_first: of this run."""
         if is_first and self.before_train:
             return True
         is_last = self.last_step is not None and step >= self.last_step
@@ -41,7 +41,7 @@ class Validation:
 
 
 def validation_of(root: Any) -> Validation:
-    """root: verl's whole configuration, once the trainer has read its data."""
+    """Return the validation. root: verl's whole configuration, once the trainer has read its data."""
     trainer = root.get("trainer") or {}
     last = trainer.get("total_training_steps")
     if last is None:  # the trainer has counted the prompts, and told the optimizer
@@ -75,7 +75,8 @@ class NullWorker:
         return {}
 
     async def update_weights(self, global_steps: int | None = None) -> None:
-        """Runs beside the trainer's own part, `send_weights`. VersionRefused where no replica can run what it sends."""
+        """Wait beside the trainer's own part, `send_weights`. Raise VersionRefused where no replica can run what it
+        sends."""
         step = global_steps or 0
         is_first, self._is_first = self._is_first, False
         version, started = version_of(self._attempt, version_of_step(step)), time.monotonic()
@@ -96,15 +97,15 @@ class NullWorker:
             )
 
     async def began(self, attempt: int) -> None:
-        """The trainer has started again: the next weights are of this attempt."""
+        """Note that the trainer has started again: the next weights are of this attempt."""
         self._attempt = attempt
 
     async def meet(self, router: Any) -> None:
-        """A router tells that it is there."""
+        """Register a router, which says that it is there."""
         self._routers[getattr(router, "_ray_actor_id", id(router))] = router
 
     async def figures(self, published: int = 0) -> dict[str, float]:
-        """How the replicas do, for the trainer's log. published: its newest version."""
+        """Return how the replicas do, for the trainer's log. published: its newest version."""
         total = {"tensorhub/validation_wait/seconds": self._waited_s}
         for router in list(self._routers.values()):
             told = await router.figures.remote(published)
@@ -113,6 +114,6 @@ class NullWorker:
 
 
 def start(root: Any, timeout_s: float) -> Any:
-    """The run's one, made by the first replica that needs it."""
+    """Return the run's one, made by the first replica that needs it."""
     actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(NullWorker)
     return actor.options(name=NAME, get_if_exists=True).remote(validation_of(root), timeout_s)

@@ -60,7 +60,7 @@ MOE_CUT = "the experts of a layer are one tensor that is not cut between experts
 
 
 def keeps_dtype(spec: TensorSpec) -> bool:
-    """Whether this tensor of the model is published as the trainer has it, though another dtype is asked for.
+    """Return whether this tensor of the model is published as the trainer has it, though another dtype is asked for.
 
     What vLLM or transformers keep in fp32 in some model is small: norms, biases, decays of state-space layers, mostly
     of one dimension, and routers. In fp32 they are right for every engine, which casts them where it wants less.
@@ -81,7 +81,7 @@ class Weights:
 
 
 def watch() -> None:
-    """From now on verl's FSDP engines return `Weights`. Twice is fine."""
+    """Have verl's FSDP engines return `Weights` from now on. Calling it twice is fine."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     original = FSDPEngine.get_per_tensor_param
@@ -101,7 +101,8 @@ def watch() -> None:
 
 
 def why_gathered(engine: Any) -> str:
-    """Why whole tensors are needed of this engine; "" where each rank can publish its parts. The same on all ranks."""
+    """Return why whole tensors are needed of this engine; "" where each rank can publish its parts. The same on all
+    ranks."""
     module = engine.module
     if hasattr(getattr(module, "_fsdp_wrapped_module", module), "peft_config"):
         return LORA
@@ -119,7 +120,7 @@ def why_gathered(engine: Any) -> str:
 
 
 def held_by_rank(engine: Any) -> Iterator[Held]:
-    """This rank's parts, under the names of `Weights`. `why_gathered` has nothing against it."""
+    """Return this rank's parts, under the names of `Weights`. `why_gathered` has nothing against it."""
     named = {held.whole.name: held for held in _held(engine.module)}
     saved, model_type = as_saved(engine), engine.model_config.hf_config.model_type
     for name, held in _as_verl_calls_them(named, engine.module).items():
@@ -145,7 +146,8 @@ def _as_verl_calls_them(tensors: dict[str, Any], module: Any) -> dict[str, Any]:
 
 
 def as_saved(engine: Any) -> Mapping[str, list[Piece]]:
-    """What each tensor of verl's is in a checkpoint; {} where verl's names do. The same on all ranks, computed once.
+    """Return what each tensor of verl's is in a checkpoint; {} where verl's names do. The same on all ranks, computed
+    once.
 
     For experts of which a checkpoint has a tensor each, under other names than verl's, in memory as the model has them.
     """
@@ -205,19 +207,19 @@ def _renamed(
 
 
 def _is_fused(name: str, shape: tuple[int, ...], model_type: str) -> bool:
-    """Whether verl's `unfuse_moe_params` makes a tensor for each expert of this one."""
+    """Return whether verl's `unfuse_moe_params` makes a tensor for each expert of this one."""
     if len(shape) != 3 or (model_type == "gpt_oss" and ".mlp.experts." in name):
         return False
     return name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
 
 
 def _inner(tensor: torch.Tensor) -> bool:
-    """Whether it is cut along another dimension than the first."""
+    """Return whether it is cut along another dimension than the first."""
     return isinstance(tensor, DTensor) and any(getattr(placement, "dim", 0) for placement in tensor.placements)
 
 
 def _unfused(name: str, shape: tuple[int, ...], model_type: str) -> list[Piece]:
-    """As `unfuse_moe_params` of verl."""
+    """Yield the tensors of the single experts, as `unfuse_moe_params` of verl."""
     if not _is_fused(name, shape, model_type):
         return [(name, 0, shape)]
     experts, rows, columns = shape

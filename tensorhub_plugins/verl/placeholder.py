@@ -27,7 +27,8 @@ class Place:
         return self
 
     def remote(self, question: Any) -> Any:
-        """The node and the number of the GPU. verl's own way to ask, a function of its own, would import verl there."""
+        """Return the node and the number of the GPU. verl's own way to ask, a function of its own, would import verl
+        there."""
         del question
         return self._actor.where.remote(self._resource)
 
@@ -40,12 +41,12 @@ def _itself(actor: Any) -> Any:
 
 
 def prefix(rank: int | str) -> str:
-    """Of the actors' names, of one replica."""
+    """Return the prefix of the actors' names, of one replica."""
     return f"{ROLLOUT}_place_{rank}_"
 
 
 def start(rank: int, number: int, group: Any, index: int) -> Place:
-    """Holds the GPU of this bundle of a placement group, until its actor is killed."""
+    """Hold the GPU of this bundle of a placement group, until its actor is killed."""
     from verl.plugin.platform import get_platform
 
     platform = get_platform()

@@ -27,7 +27,8 @@ class TensorHubReplica(vLLMReplica):
     def __init__(
         self, replica_rank: int, config: Any, model_config: Any, *args: Any, groups: Any | None = None, **kwargs: Any
     ) -> None:
-        """groups: placement groups, one a node, of a replica that the fleet adds to a run (launcher.py)."""
+        """Make a replica. groups: placement groups, one a node, of a replica that the fleet adds to a run
+        (launcher.py)."""
         super().__init__(replica_rank, config, model_config, *args, **kwargs)
         self._placeholders: list[Any] = []
         if self.is_reward_model or self.is_teacher_model:
@@ -51,13 +52,13 @@ class TensorHubReplica(vLLMReplica):
         self.server_class = ray.remote(max_restarts=restarts)(TensorHubServer)
 
     async def init_hybrid(self, worker_group: Any) -> None:
-        """On the trainer's GPUs, where verl hands the weights over itself."""
+        """Start on the trainer's GPUs, where verl hands the weights over itself."""
         if not (self.is_reward_model or self.is_teacher_model):
             checks.check_mode(self._root)
         await super().init_hybrid(worker_group)
 
     async def init_standalone(self) -> None:
-        """As verl's, in placement groups that are there already where the fleet has made them."""
+        """Start as verl's does, in placement groups that are there already where the fleet has made them."""
         if self.is_reward_model or self.is_teacher_model or self._groups is None:
             await super().init_standalone()
             return
@@ -90,7 +91,7 @@ class TensorHubReplica(vLLMReplica):
                 self._start_fleet()
 
     def _start_fleet(self) -> None:
-        """Where verl's manager lives, as long as the run. Of all first replicas one starts it."""
+        """Start the fleet where verl's manager lives, as long as the run. Of all first replicas one starts it."""
         is_fully_async = self._root.get("async_training") is not None
         rollouter = ray.get_runtime_context().current_actor if is_fully_async else None
         fleet.start(VerlLauncher(self._root, self._options, rollouter), self._options)

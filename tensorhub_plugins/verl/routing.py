@@ -62,10 +62,10 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         self._silence: asyncio.Task[None] | None = None
         self._beats: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
-        self._hurry = asyncio.Event()  # somebody waits for a version
+        self._hurry = asyncio.Event()  # a caller waits for a version
         self._waits = 0  # how many do
         self._published = 0  # the trainer's newest version, as it says itself
-        self._late: set[str] = set()  # nobody else could answer; said once
+        self._late: set[str] = set()  # no other one could answer; logged once
         self._losses = 0
         self._lost = asyncio.Event()
         self._given = dict(servers)
@@ -80,7 +80,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         return server_id, Handle(server_id, handle, epoch, router, request_id, priority)
 
     async def acquire(self, request_id: str) -> tuple[str, Any, int]:
-        """A replica in rotation; waits for one when there is none."""
+        """Return a replica in rotation; wait for one when there is none."""
         self._start()
         deadline = Deadline.after(NO_REPLICA_TIMEOUT_S)
         while not self._inflight_requests:
@@ -118,8 +118,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             self._release(server_id)
 
     async def losses(self, known: int) -> tuple[int, dict[str, int]]:
-        """How many losses there were, as soon as there are more than `known` (or after a while), and every replica's
-        epoch: a request that a replica got in an earlier one will never be answered by it."""
+        """Return how many losses there were, as soon as there are more than `known` (or after a while), and every
+        replica's epoch: a request that a replica got in an earlier one will never be answered by it."""
         self._start()
         if self._losses <= known:
             self._lost.clear()
@@ -129,19 +129,19 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         return self._losses, {**dict.fromkeys(self._forgotten, -1), **epochs}
 
     async def report_lost(self, server_id: str, epoch: int, reason: str) -> None:
-        """A request found out before the heartbeat did."""
+        """Take out a replica: a request found out before the heartbeat did."""
         if self.members.is_current(server_id, epoch) and self.members.failed(server_id, time.monotonic()):
             self._take_out(self.members.all[server_id], reason)
 
     async def wait_for_version(self, version: int, timeout_s: float) -> list[str]:
-        """Returns when all replicas in rotation answer with this version; or, at the deadline, which do not.
+        """Return when all replicas in rotation answer with this version; or, at the deadline, which do not. Raise
         VersionRefused where none will ever answer."""
         await self._wait(lambda: not self.members.behind(version), version, timeout_s)
         return [f"{one.called} has {version_text(one.version)}" for one in self.members.behind(version)]
 
     async def wait_for_any(self, version: int, timeout_s: float) -> bool:
-        """The trainer is about to publish this version. Returns whether a replica is in rotation, as soon as one is, or
-        at the deadline. VersionRefused where none will be."""
+        """Return whether a replica is in rotation, as soon as one is, or at the deadline: the trainer is about to
+        publish this version. Raise VersionRefused where none will be."""
         await self._wait(lambda: bool(self._inflight_requests), version, timeout_s)
         return bool(self._inflight_requests)
 
@@ -164,13 +164,13 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                 self._hurry.clear()
 
     def why_stuck(self) -> str:
-        """Why no replica will ever answer: all of them refuse the newest version. "": they do, or may."""
+        """Return why no replica will ever answer: all of them refuse the newest version. "": they do, or may."""
         if not self.members.is_stuck(published=self._published):
             return ""
         return figures.why_stuck({one.called: one.refusal for one in self.members.refusing(self._published)})
 
     async def figures(self, published: int = 0) -> dict[str, float]:
-        """For the trainer's log. published: its newest version."""
+        """Return metrics for the trainer's log. published: its newest version."""
         self._start()
         self._published = max(self._published, published)
         return figures.of_members(self.members, TRAINER, published=published, now=time.monotonic())
@@ -204,7 +204,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     # --- heartbeats ---------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """The constructor runs before the actor's event loop does."""
+        """Start the tasks: the constructor runs before the actor's event loop does."""
         if self._silence is None:
             self._silence = asyncio.create_task(self._find_silent())
             self._reports = asyncio.create_task(Reporter(self).run())
@@ -216,7 +216,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             self._beats[member.name] = asyncio.create_task(self._beat(member))
 
     async def _beat(self, member: Member) -> None:
-        """Until the replica is gone for good."""
+        """Ask for heartbeats until the replica is gone for good."""
         said = ""
         while True:
             try:
@@ -248,7 +248,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             self._changed.set()  # those that wait for a replica wait in vain
 
     def _choose(self, member: Member) -> None:
-        """Into the choice or out of it, as the table has it. Its requests under way are counted all the same."""
+        """Put it into the choice or take it out, as the table has it. Its requests under way are counted all the
+        same."""
         if not member.in_rotation:
             if member.name in self._inflight_requests:
                 super().remove_servers([member.name])
@@ -276,7 +277,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     def _end(self, member: Member, now: float) -> None:
-        """It hangs. Ray starts it again, or the fleet another one."""
+        """End a replica that hangs. Ray starts it again, or the fleet another one."""
         reason = f"no answer for {now - member.silent_since:.0f} s"
         logger.error("router: %s hangs (%s): it is ended, to be started again", member.called, reason)
         if self.members.failed(member.name, now, "restarting"):
@@ -284,7 +285,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         ray.kill(member.handle, no_restart=False)
 
     def _announce(self) -> None:
-        """To the worker that holds updates up. Again and again, because it may be started again."""
+        """Announce this router to the worker that holds updates up. Again and again, because it may be started
+        again."""
         if not ray.is_initialized():
             return
         with contextlib.suppress(ValueError):  # the replicas have made none yet
@@ -306,7 +308,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         return self.members.seen(self._load.count, self._waiting)
 
     def apply(self, told: Collection[str], roster: Sequence[Entry]) -> None:
-        """What has left is asked no more: what it still has is asked elsewhere, and nothing of it is counted."""
+        """Apply the roster. What has left is asked no more: what it still has is asked elsewhere, and nothing of it is
+        counted."""
         joined, left = self.members.apply(told, roster, time.monotonic())
         for member in left:
             record("replica_left", worker=member.called, in_flight=self._load.count(member.name))
@@ -330,7 +333,7 @@ class Handle:
     """What verl's client takes for the server's actor handle. `generate.remote` outlives the loss of its replica."""
 
     def __init__(self, server_id: str, actor: Any, epoch: int, router: Any, request_id: str, priority: int = 0) -> None:
-        """priority: verl's client drops it where `rollout.name` is not vllm."""
+        """Make a handle. priority: verl's client drops it where `rollout.name` is not vllm."""
         self._at = (server_id, actor, epoch)
         self._router = router
         self._request_id = request_id
@@ -368,7 +371,7 @@ class Handle:
         raise RuntimeError(f"request {self._request_id} was lost with {RETRIES_MAX + 1} replicas one after another")
 
     async def _ask(self, server_id: str, actor: Any, epoch: int, request: Mapping[str, Any]) -> TokenOutput:
-        """The replica's answer, or ReplicaLost as soon as the router has given it up."""
+        """Return the replica's answer; raise ReplicaLost as soon as the router has taken it out."""
         losses = Losses.known_to(self._router)
         answer = asyncio.ensure_future(_awaited(actor.generate.remote(**request)))
         lost = losses.of(server_id, epoch)
@@ -443,7 +446,7 @@ _steps: ContextVar[list[int] | None] = ContextVar("the first and last steps of t
 
 
 def _hand_over(output: TokenOutput) -> TokenOutput:
-    """The answer in verl's terms: with its first and last step (see versions.py)."""
+    """Return the answer in verl's terms: with its first and last step (see versions.py)."""
     steps = [step for step, _ in output.extra_fields.pop("tensorhub_spans", ())]
     told = output.extra_fields.pop("tensorhub_split", False)
     if steps:
@@ -455,8 +458,8 @@ def _hand_over(output: TokenOutput) -> TokenOutput:
 
 
 def watch_client() -> None:
-    """From now on verl's client for interrupted answers keeps their first and last steps, as its other one does. It
-    makes a new answer of what it gets, of which it knows one step each. Twice is fine."""
+    """Have verl's client for interrupted answers keep their first and last steps from now on, as its other one does. It
+    makes a new answer of what it gets, of which it knows one step each. Calling it twice is fine."""
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
     original = FullyAsyncLLMServerClient.generate

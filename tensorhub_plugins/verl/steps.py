@@ -18,19 +18,19 @@ from typing import Any
 
 from tensorhub_plugins.verl.config import BACKEND
 
-SEPARATE_TRAINER = "verl.experimental.separation.ray_trainer"  # imported by who needs it, and by nobody else
+SEPARATE_TRAINER = "verl.experimental.separation.ray_trainer"  # imported where it is needed, and nowhere else
 
 _step: ContextVar[int] = ContextVar("the step of the update that verl's manager prepares", default=0)
 _fully_async: list[Any] = []  # what this process logs to, if it is verl's fully_async trainer
 
 
 def of_update() -> int:
-    """The step of the update that is being prepared here; 0 outside of one."""
+    """Return the step of the update that is being prepared here; 0 outside of one."""
     return _step.get()
 
 
 def watch() -> None:
-    """From now on verl's managers say which step an update is of, and its trainers do the rest of the above."""
+    """Have verl's managers say from now on which step an update is of, and its trainers do the rest of the above."""
     from verl.checkpoint_engine.base import CheckpointEngineManager
     from verl.utils.ray_utils import auto_await
     from verl.utils.tracking import Tracking
@@ -39,7 +39,7 @@ def watch() -> None:
     if hasattr(original, "tensorhub"):
         return
 
-    @auto_await  # as verl's: it looks at its caller, who may await it or not
+    @auto_await  # as verl's: it looks at its caller, which may await it or not
     @functools.wraps(original)
     async def update_weights(self: Any, global_steps: int | None = None) -> Any:
         token = _step.set(global_steps or 0)

@@ -46,7 +46,7 @@ def ask(outlook: Outlook, command: str, root: Any) -> None:
 
 
 def _ask(outlook: Outlook, what: str, question: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer; None where verl raises, which is wrong, or where it cannot be asked here."""
+    """Return the answer; None where verl raises, which is wrong, or where it cannot be asked here."""
     try:
         return question(*copy.deepcopy(arguments))
     except TensorHubError as error:  # our own replica's
@@ -61,12 +61,12 @@ def _ask(outlook: Outlook, what: str, question: Callable[..., Any], *arguments: 
 
 
 def _line_of(error: Exception) -> str:
-    """The statement that raised it: some of verl's asserts have no words."""
+    """Return the statement that raised it: some of verl's asserts have no words."""
     return traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
 
 
 def command_of(command: str, root: Any) -> Any:
-    """What verl's command makes of the configuration before it starts Ray."""
+    """Return what verl's command makes of the configuration before it starts Ray."""
     module, run, given = import_module(command), import_module(RUN), []
     with (
         replaced(module, "auto_set_device", lambda config: None),
@@ -77,7 +77,7 @@ def command_of(command: str, root: Any) -> Any:
 
 
 def separate_async(root: Any) -> Any:
-    """verl's trainer, which has reserved nothing yet but knows what it will."""
+    """Return verl's trainer, which has reserved nothing yet but knows what it will."""
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     trainer = get_trainer_cls(root.trainer.v1.trainer_mode)(root)
@@ -97,7 +97,7 @@ def _roles(root: Any) -> None:
 
 
 def _critic(root: Any) -> None:
-    """Which critics verl's separate trainers know; the critic's model is not read."""
+    """Check that verl's separate trainers know this critic; the critic's model is not read."""
     from verl.experimental.separation import ray_trainer
     from verl.trainer.ppo.utils import need_critic
 
@@ -140,7 +140,7 @@ def _fully_async(root: Any) -> None:
 
 
 def engines(root: Any) -> list[Any]:
-    """The replicas that verl's manager makes, none of them started."""
+    """Return the replicas that verl's manager makes, none of them started."""
     from verl.workers.rollout.llm_server import LLMServerManager
 
     root.actor_rollout_ref.rollout.prometheus.enable = False  # which writes to a server that is there
@@ -164,8 +164,8 @@ def _estimator(root: Any) -> None:
 
 
 def _strategies(root: Any) -> None:
-    """Whether verl's workers will find the engines of these names. Which of them run here is not asked: this may be a
-    node without a GPU."""
+    """Check whether verl's workers will find the engines of these names. Which of them run here is not asked: this may
+    be a node without a GPU."""
     from verl.trainer.ppo.utils import need_critic
     from verl.utils.import_utils import import_external_libs
     from verl.workers import engine
@@ -185,7 +185,7 @@ def _strategies(root: Any) -> None:
 
 
 def _set_right(root: Any) -> None:
-    """What checks.py has said in its own words, for verl to go on to the next check."""
+    """Set right what checks.py has said in its own words, for verl to go on to the next check."""
     if not checks.is_separate_async(root):
         if checks.is_served(root):
             root.actor_rollout_ref.hybrid_engine = False
@@ -221,7 +221,7 @@ class _Anything:
 
 @contextlib.contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value of this name in the module, for as long as this lasts."""
+    """Put another value of this name into the module, for as long as this lasts."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -232,7 +232,8 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """verl warns and prints of what its commands would do, and looks on the Hugging Face hub for what is not here."""
+    """Silence what verl warns and prints of what its commands would do, and keep it from looking on the Hugging Face
+    hub for what is not here."""
     from huggingface_hub import constants
 
     disabled = logging.root.manager.disable

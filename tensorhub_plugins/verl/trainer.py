@@ -66,13 +66,13 @@ class TensorHubCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Runs in the manager's process, which therefore owns the embedded hub."""
+        """Return the topology. Runs in the manager's process, which therefore owns the embedded hub."""
         address = hub.ensure(metadata[0]["options"])
         step: list[Any] = [steps.of_update()] * actor_wg_world_size
         return {"address": [address] * actor_wg_world_size, "step": step}, {"address": [address] * rollout_world_size}
 
     def init_process_group(self, address: str, step: int = 0) -> None:
-        """step: of the weights that come next; trainer ranks are told it."""
+        """Tell trainer ranks the step. step: of the weights that come next."""
         if self._client is None:
             self._connect(address)
         if not self.is_trainer:
@@ -81,7 +81,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             self._begin(self._publisher, step)
 
     def finalize(self) -> None:
-        """Nothing to tear down: the published snapshot lives on."""
+        """Tear down nothing: the published snapshot lives on."""
 
     # --- trainer ------------------------------------------------------------------------------------------------------
 
@@ -95,22 +95,22 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         return await self._told(step, self._publisher.publish(step, _whole(weights)), seen)
 
     def _begin(self, publisher: Publisher, step: int) -> None:
-        """All ranks, before verl moves any weights. What a former life of this run has published is over, from the
-        weights of this step on: they come next."""
+        """Begin an attempt on all ranks, before verl moves any weights. What a former incarnation of this run has
+        published is over, from the weights of this step on: they come next."""
         publisher.begin(version_of_step(step) - 1)
         if self.is_master and publisher.attempt and ray.is_initialized():
             with contextlib.suppress(ValueError):  # no replicas that pull
                 ray.get(ray.get_actor(null_worker.NAME).began.remote(publisher.attempt), timeout=self.options.timeout_s)
 
     def _ask_figures(self) -> Any:
-        """How the replicas that pull do, before the next version; None where verl's manager moves the weights."""
+        """Ask how the replicas that pull do, before the next version; None where verl's manager moves the weights."""
         if self.is_master and ray.is_initialized():  # else Ray would start a cluster, or look for one that is gone
             with contextlib.suppress(ValueError):
                 return ray.get_actor(null_worker.NAME).figures.remote(self._published)
         return None
 
     async def _told(self, step: int, metrics: dict[str, float], asked: Any) -> dict[str, float]:
-        """For verl's log, which keeps one rank's of every name."""
+        """Return what goes into verl's log, which keeps one rank's of every name."""
         assert self._publisher is not None
         self._published = self._publisher.version(step)
         if not self.is_master:
@@ -122,11 +122,11 @@ class TensorHubCheckpointEngine(CheckpointEngine):
     # --- rollout, drop-in ---------------------------------------------------------------------------------------------
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yields views into this worker's copy, which stays published (and unchanged) until the next version.
+        """Yield views into this worker's copy, which stays published (and unchanged) until the next version.
 
         verl packs them into a bucket. It hands on what is larger by pickling its whole storage, for a view that of all
         tensors, or on a GPU by its handle: such a tensor is copied into memory of its own there until the next is asked
-        for. UsageError, before the first one, where verl has no handles to give.
+        for. Raise UsageError, before the first one, where verl has no handles to give.
         """
         tensors = await asyncio.to_thread(self._receive, version_of_step(global_steps or 0))
         large = {name for name, tensor in tensors.items() if tensor.nbytes > self._bucket_size_bytes}
@@ -136,7 +136,8 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             yield name, tensor.to(_device(), copy=True) if name in large else tensor
 
     def _receive(self, step: int) -> dict[str, torch.Tensor]:
-        """All rollouts come at once: those that have a part serve it on to the others while the rest arrives.
+        """Read the step's weights, together with all rollouts: those that have a part serve it on to the others while
+        the rest arrives.
 
         By its number: what is pinned does not matter here, and a version that was withdrawn is an error. One that this
         worker has is given again: verl's fully_async asks for its last one once more when the training ends.
@@ -156,7 +157,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         return fetched.tensors()
 
     def _wait(self, client: Client, step: int) -> int:
-        """This step's version, in the attempt that the trainer has begun, of which this worker may just hear."""
+        """Return this step's version, in the attempt that the trainer has begun, which this worker may just learn."""
         attempt = client.attempt
         try:
             return client.wait(version_of(attempt, step), timeout_s=self.options.timeout_s)
@@ -205,7 +206,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
 
 
 def _device() -> str:
-    """Where verl's engines compute, of this process."""
+    """Return the device where verl's engines compute, of this process."""
     return f"{device.get_device_name()}:{device.get_device_id()}"
 
 
@@ -219,7 +220,7 @@ def _too_large(sizes: dict[str, int], bucket_size_bytes: int) -> UsageError:
 
 
 def _whole(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """These weights, or UsageError for those of a LoRA run that verl has not merged: they never change."""
+    """Return these weights. Raise UsageError for those of a LoRA run that verl has not merged: they never change."""
     for name, tensor in weights:
         if ".base_layer." in name or ".lora_" in name:
             raise UsageError(f"{config.LORA} (verl gives the weights as {name})")
@@ -234,14 +235,16 @@ async def _figures(asked: Any) -> dict[str, float]:
 
 
 def replica_name(actor: str) -> str:
-    """ "rollout-1.0.0" for verl's "rollout_standalone_1CheckpointEngineWorker_0:0" (replica, node, local rank).
+    """Return "rollout-1.0.0" for verl's "rollout_standalone_1CheckpointEngineWorker_0:0" (replica, node, local rank).
 
-    Every rollout worker reads all weights, whatever the tensor parallelism, so each is a replica of its own."""
+    Every rollout worker reads all weights, whatever the tensor parallelism, so each is a replica of its own.
+    """
     found = re.fullmatch(r"rollout_\w+?_(\d+)\D.*_(\d+):(\d+)", actor)
     return f"rollout-{'.'.join(found.groups())}" if found else f"rollout-{actor}"
 
 
 def _actor_name() -> str:
-    """verl names its rollout workers; two runs never share a history, so the name is unique in it."""
+    """Return the name of this worker: verl names its rollout workers; two runs never share a history, so it is unique
+    in the run's."""
     context = ray.get_runtime_context()
     return str(context.get_actor_name() or context.get_actor_id())
