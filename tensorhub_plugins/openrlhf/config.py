@@ -52,7 +52,8 @@ def is_ours(backend: str) -> bool:
 
 
 def is_colocated(colocate_all: bool, async_enable: bool) -> bool:
-    """Whether OpenRLHF puts trainer and engines on the same GPUs; in async training they are apart all the same."""
+    """Return whether OpenRLHF puts trainer and engines on the same GPUs; in async training they are apart all the
+    same."""
     return colocate_all and not async_enable
 
 
@@ -65,7 +66,7 @@ def check_spelling(backend: str) -> None:
 
 
 def parse(backend: str) -> Options:
-    """The options in a value of --vllm.sync_backend, or UsageError saying what is wrong with it."""
+    """Parse the options in a value of --vllm.sync_backend. Raise UsageError that says what is wrong with it."""
     parts = urlsplit(backend)
     example = f"{FLAG} {NAME}://10.0.0.1:7070"
     if not is_ours(backend) or parts.path not in ("", NAME) or parts.fragment:
@@ -89,7 +90,7 @@ def parse(backend: str) -> Options:
 
 
 def to_flag(given: Options) -> str:
-    """The value of --vllm.sync_backend that parses to these options."""
+    """Return the value of --vllm.sync_backend that parses to these options."""
     default = Options()
     query = {
         name: ",".join(value) if isinstance(value, tuple) else int(value) if isinstance(value, bool) else value
@@ -109,7 +110,7 @@ def check_versions(given: Options, *, openrlhf: str, vllm: str) -> None:
 
 
 def installed_versions() -> Mapping[str, str]:
-    """The versions of OpenRLHF and vLLM, without importing either; UsageError when one is not there."""
+    """Return the versions of OpenRLHF and vLLM, without importing either. Raise UsageError when one is not there."""
     try:
         found = {"openrlhf": metadata.version("openrlhf"), "vllm": names.installed_version()}
     except metadata.PackageNotFoundError:
@@ -132,7 +133,7 @@ def check_arguments(args: Any) -> None:
 
 
 def wrong_numbers(args: Any) -> Iterator[str]:
-    """What cannot be counted with, a sentence each."""
+    """Return what cannot be counted with, a sentence each."""
     for name, least in NUMBERS.items():
         try:
             check_number(attrgetter(name)(args), f"--{name}", least)
@@ -141,7 +142,7 @@ def wrong_numbers(args: Any) -> Iterator[str]:
 
 
 def refusals(args: Any) -> Iterator[str]:
-    """What could not work, a sentence each."""
+    """Return what could not work, a sentence each."""
     yield from wrong_numbers(args)
     if not args.actor.model_name_or_path:
         yield "--actor.model_name_or_path is empty: name a model's folder, or one on the Hugging Face hub"

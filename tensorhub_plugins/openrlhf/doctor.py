@@ -110,7 +110,7 @@ def _check_apart(args: Any) -> None:
 
 
 def _check_agent(path: str | None) -> None:
-    """What OpenRLHF asserts in each engine when it imports the file, which is not imported here."""
+    """Check what OpenRLHF asserts in each engine when it imports the file, which is not imported here."""
     if not path:
         return
     if not path.endswith(".py"):
@@ -120,7 +120,7 @@ def _check_agent(path: str | None) -> None:
 
 
 def _check_hook() -> None:
-    """vLLM switches the store on in OpenRLHF's own command."""
+    """Check that vLLM switches the store on in OpenRLHF's own command."""
     allowed = os.environ.get(PLUGINS)
     if allowed is not None and NAME not in allowed.split(","):
         raise UsageError(f"{PLUGINS}={allowed} keeps vLLM from loading the store: add {NAME} to it, or unset it")
@@ -132,7 +132,7 @@ def _check_hook() -> None:
 
 
 def tell(outlook: Outlook, options: Options, args: Any, needs: Mapping[str, int], model: Model | None) -> None:
-    """What will happen, in words. needs: GPUs, by what they are for."""
+    """Say what will happen. needs: GPUs, by what they are for."""
     ranks = args.actor.num_nodes * args.actor.num_gpus_per_node
     engines = args.vllm.num_engines
     how = (
@@ -188,7 +188,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """OpenRLHF's arguments, as its driver has them. UsageError for what OpenRLHF does not take.
+    """Return OpenRLHF's arguments, as its driver has them. Raise UsageError for what OpenRLHF does not take.
 
     OpenRLHF parses and validates under `if __name__ == "__main__"`, below imports of Ray, vLLM and DeepSpeed. These
     statements are run here without what is around them.
@@ -217,8 +217,8 @@ def parse(arguments: Sequence[str]) -> Any:
 
 
 def gpus(args: Any) -> dict[str, int]:
-    """How many GPUs OpenRLHF reserves, by what for: its own `train` is run without Ray, up to the trainer, and its
-    asserts on the way. UsageError for what they refuse."""
+    """Return how many GPUs OpenRLHF reserves, by what for: its own `train` is run without Ray, up to the trainer, and
+    its asserts on the way. Raise UsageError for what they refuse."""
     path = _openrlhf() / "cli" / "train_ppo_ray.py"
     reserved: dict[str, int] = {}
 
@@ -272,7 +272,8 @@ class _WithoutImports(ast.NodeTransformer):
 
 
 def _not_taken(error: Exception, args: Any = None) -> UsageError:
-    """error: an assert, or None where a value is needed. args: which numbers of theirs it may have stumbled over."""
+    """Return the refusal. error: an assert, or None where a value is needed. args: which numbers of theirs it may have
+    stumbled over."""
     words = " ".join(str(error).split()) or type(error).__name__
     if hasattr(args, "actor"):
         words = "; ".join(config.wrong_numbers(args)) or words
@@ -280,7 +281,7 @@ def _not_taken(error: Exception, args: Any = None) -> UsageError:
 
 
 def _main_part(path: Path) -> Any:
-    """From the parser to the last check; not what trains, not what imports."""
+    """Return the code from the parser to the last check; not what trains, not what imports."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
             kept = [one for one in node.body if not _is_left_out(one)]

@@ -53,8 +53,8 @@ class Engines:
         return list(self.table.all.values())
 
     def live(self, version: int = 0) -> list[Member]:
-        """Those that answer from this version or a later one; waits until there is one, and at the beginning for all,
-        as OpenRLHF would. VersionRefused when none of them will."""
+        """Return those that answer from this version or a later one; wait until there is one, and at the beginning for
+        all, as OpenRLHF would. Raise VersionRefused when none of them will."""
         deadline = Deadline.after(START_TIMEOUT_S)
         while True:
             self.check()
@@ -78,7 +78,7 @@ class Engines:
             time.sleep(HEARTBEAT_TIMEOUT_S)
 
     def ready(self, version: int = 0) -> list[Member]:
-        """Those that have answered last; waits as `live` does if there is none."""
+        """Return those that have answered last; wait as `live` does if there is none."""
         if time.monotonic() - self._checked_at >= CHECK_INTERVAL_S:
             self.check(wait_s=0.0)  # what is not answered by now is looked at next time
         with self.lock:
@@ -86,7 +86,7 @@ class Engines:
         return able or self.live(version)
 
     def check(self, *, wait_s: float = HEARTBEAT_TIMEOUT_S) -> None:
-        """One round of heartbeats, with that long for the answers."""
+        """Make one round of heartbeats, with that long for the answers."""
         with self.lock:
             now = time.monotonic()
             idle_s, self._checked_at = now - self._checked_at, now
@@ -140,24 +140,25 @@ class Engines:
     # --- what answers of prompts say ----------------------------------------------------------------------------------
 
     def lost_by_name(self, name: str, error: Exception) -> None:
-        """A prompt that this engine had has ended so."""
+        """Note that a prompt that this engine had has ended so."""
         with self.lock:
             self._fail(name, error)
 
     def refused_by_name(self, name: str, error: VersionRefused) -> None:
-        """The same, and its next heartbeat says so."""
+        """Note the same of a refused version; its next heartbeat says so."""
         with self.lock:
             if name in self.table.all:
                 self.table.all[name].refusal = (error.version or 0, error.message)
 
     def answered_by_name(self, name: str, version: int) -> None:
-        """It has answered from this version or a later one, of which its next heartbeat tells."""
+        """Note that it has answered from this version or a later one, which its next heartbeat reports."""
         with self.lock:
             if (member := self.table.all.get(name)) is not None:
                 member.has(max(version, member.version), time.monotonic())
 
     def figures(self, published: int = 0) -> dict[str, float]:
-        """How they do, for the trainer's log: under the names that verl's log has, too. published: what is newest."""
+        """Return how they do, for the trainer's log: under the names that verl's log has, too. published: what is
+        newest."""
         with self.lock:
             return figures.of_members(self.table, config.TRAINER, published=published, now=time.monotonic())
 

@@ -17,7 +17,8 @@ _owned: list[Any] = []  # Ray ends an actor when its last handle is gone: the dr
 
 
 def resolve(options: Options) -> Options:
-    """Runs in the driver, once Ray is there: the same options with a hub that answers and a run that has a name."""
+    """Return the same options with a hub that answers and a run that has a name. Runs in the driver, once Ray is
+    there."""
     if options.run is None:
         options = msgspec.structs.replace(options, run=ray_hub.run_name("openrlhf"))
     if options.hub is None:

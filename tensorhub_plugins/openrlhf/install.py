@@ -27,7 +27,7 @@ SHORTEST = "--vllm.sync_b"  # argparse takes what begins like one flag alone, an
 
 
 def backend_of(arguments: Sequence[str]) -> str:
-    """What --vllm.sync_backend says, "" where it is not given. As argparse has it, the last one counts."""
+    """Return what --vllm.sync_backend says, "" where it is not given. As argparse has it, the last one counts."""
     found = ""
     for position, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
@@ -46,14 +46,14 @@ def refuse(error: TensorHubError) -> NoReturn:
 
 
 def sentence_in(text: str) -> str:
-    """The last error of ours in a traceback that has come through Ray, as one line; "" where there is none."""
+    """Return the last error of ours in a traceback that has come through Ray, as one line; "" where there is none."""
     found = re.findall(r"^(?:\S* )?tensorhub_plugins\.\S+\.(?:\w+): (.+)$", text, flags=re.MULTILINE)
     return found[-1] if found else ""
 
 
 def options_from_argv(arguments: list[str]) -> config.Options | None:
-    """The options if this command line is for the store, else None. Colocated engines get OpenRLHF's own path: the
-    flag is then rewritten in place."""
+    """Return the options if this command line is for the store, else None. Colocated engines get OpenRLHF's own path:
+    the flag is then rewritten in place."""
     backend = backend_of(arguments)
     config.check_spelling(backend)
     if not config.is_ours(backend):
@@ -77,7 +77,8 @@ class EngineFactory:
     def __init__(
         self, remote_engine: Any, options: config.Options, chosen: Any, start_fleet: Callable[[EngineLauncher], None]
     ) -> None:
-        """chosen: backend, partial, sync and engines, known by the time that an engine is made."""
+        """Stand for OpenRLHF's class of engines. chosen: backend, partial, sync and engines, known by the time that an
+        engine is made."""
         self._remote_engine, self._options, self._chosen, self._start_fleet = (
             remote_engine,
             options,
@@ -87,7 +88,7 @@ class EngineFactory:
         self._places: dict[str, Place] = {}
 
     def options(self, *, scheduling_strategy: Any, **given: Any) -> Any:
-        """As an actor's class has it."""
+        """Do as `options` of an actor's class."""
         how = {**given, "max_restarts": self._options.restarts, "max_task_retries": 0, "max_concurrency": CALLS_MAX}
         made = self._remote_engine.options(**how, scheduling_strategy=scheduling_strategy)
 

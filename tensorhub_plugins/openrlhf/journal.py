@@ -41,7 +41,7 @@ class Journal:
         self._replayed = 0
 
     def find(self, prompt: Sequence[int]) -> Call | None:
-        """What was answered when this was asked; from the first question that differs on, nothing."""
+        """Return what was answered when this was asked; from the first question that differs on, nothing."""
         if self._replayed == len(self.calls):
             return None
         call = self.calls[self._replayed]
@@ -52,7 +52,7 @@ class Journal:
         return call
 
     def note(self, call: Call) -> None:
-        """The answer of this engine, in the place of one that was broken off."""
+        """Note the answer of this engine, in the place of one that was broken off."""
         self.calls[self._replayed :] = [call]
         self._replayed = len(self.calls)
 
@@ -66,7 +66,7 @@ class GivenBack:
 
     @property
     def tokens(self) -> int:
-        """That are kept."""
+        """Return the number of tokens that are kept."""
         return sum(len(call.output.token_ids) for journal in self.journals or () for call in journal.calls)
 
 
@@ -82,7 +82,7 @@ class Journals:
         self._begun = 0
 
     def begin(self) -> None:
-        """The task that makes the next sample has begun."""
+        """Note that the task that makes the next sample has begun."""
         _of_task.set(self.all[self._begun])
         self._begun += 1
 
@@ -92,12 +92,12 @@ _of_task: contextvars.ContextVar[Journal | None] = contextvars.ContextVar("journ
 
 
 def of_sample() -> Journal | None:
-    """Of the sample that this task makes; None where nobody would go on with it."""
+    """Return the journal of the sample that this task makes; None where no other engine would go on with it."""
     return _of_task.get()
 
 
 def rest_of(params: Any, call: Call) -> Any | None:
-    """PURE: vLLM's sampling parameters for what is missing; None: nothing is."""
+    """Return vLLM's sampling parameters for what is missing; None: nothing is. PURE."""
     done = len(call.output.token_ids)
     if params.max_tokens is not None and params.max_tokens <= done:
         return None
@@ -109,7 +109,7 @@ def rest_of(params: Any, call: Call) -> Any | None:
 
 
 def joined(call: Call, rest: Any) -> Any:
-    """PURE: what was there and what has come to it, as one output of vLLM."""
+    """Return what was there and what has come to it, as one output of vLLM. PURE."""
     whole = copy(rest)
     whole.token_ids = [*call.output.token_ids, *rest.token_ids]
     whole.text = call.output.text + rest.text

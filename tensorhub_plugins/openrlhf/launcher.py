@@ -48,7 +48,7 @@ class EngineLauncher:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """One for each GPU of an engine, as OpenRLHF has it."""
+        """Return one for each GPU of an engine, as OpenRLHF has it."""
         return [{"GPU": 1, "CPU": 1} for _ in range(int(self.arguments["tensor_parallel_size"]))]
 
     def slots(self, avoid: Collection[str]) -> int:
@@ -77,7 +77,7 @@ class EngineLauncher:
         )
 
     def _expected(self) -> Any:
-        """What a server must be to answer in the place of an engine. The store's names are filled in later."""
+        """Return what a server must be to answer in the place of an engine. The store's names are filled in later."""
         from transformers import AutoConfig
 
         from tensorhub_plugins.vllm.ray.external import Expected

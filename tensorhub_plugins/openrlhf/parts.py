@@ -23,7 +23,8 @@ CONVERTED = "the checkpoint's tensors are not the model's own"
 
 
 def why_gathered(model: torch.nn.Module, steps: Iterable[Step], ranks: int) -> str:
-    """Why whole tensors are needed; "" where each rank can publish its parts. model: whose tensors the steps name."""
+    """Return why whole tensors are needed; "" where each rank can publish its parts. model: whose tensors the steps
+    name."""
     own = model.state_dict(keep_vars=True)
     if not _are_its_own(model, own, steps):
         return CONVERTED
@@ -35,7 +36,7 @@ def why_gathered(model: torch.nn.Module, steps: Iterable[Step], ranks: int) -> s
 
 
 def held_by_rank(model: torch.nn.Module, steps: Iterable[Step]) -> Iterator[Held]:
-    """This rank's parts, under the names of a checkpoint. `why_gathered` has nothing against it."""
+    """Yield this rank's parts, under the names of a checkpoint. `why_gathered` has nothing against it."""
     own = model.state_dict(keep_vars=True)
     turns = Turns(distributed.get_rank(), distributed.get_world_size())
     for step in steps:
@@ -51,7 +52,7 @@ def held_by_rank(model: torch.nn.Module, steps: Iterable[Step]) -> Iterator[Held
 
 
 def _are_its_own(model: torch.nn.Module, own: Mapping[str, Any], steps: Iterable[Step]) -> bool:
-    """Whether a checkpoint has the model's tensors as they are, if only under other names."""
+    """Return whether a checkpoint has the model's tensors as they are, if only under other names."""
     sources = [name for step in steps for name in step.sources]
     given = {name: torch.empty(tuple(shape_of(own[name])), dtype=own[name].dtype, device="meta") for name in sources}
     known = {id(tensor) for tensor in given.values()}
@@ -59,7 +60,7 @@ def _are_its_own(model: torch.nn.Module, own: Mapping[str, Any], steps: Iterable
 
 
 def shape_of(tensor: Any) -> Iterable[int]:
-    """Of the whole tensor, which ZeRO-3 leaves empty."""
+    """Return the shape of the whole tensor, which ZeRO-3 leaves empty."""
     shape: Iterable[int] = getattr(tensor, "ds_shape", tensor.shape)
     return shape
 

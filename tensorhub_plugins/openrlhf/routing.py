@@ -85,7 +85,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
                 member.handle.tensorhub_release.remote()
 
     def _hold(self, members: Sequence[Member], version: int) -> dict[str, int]:
-        """The versions at which these engines stay now."""
+        """Hold these engines; return the versions at which they stay now."""
         refs = [(member, member.handle.tensorhub_hold.remote(version)) for member in members]
         held = {}
         for member, ref in refs:
@@ -121,7 +121,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
             pass
 
     def _hand_out_some(self) -> int:
-        """How many have been asked."""
+        """Hand out some of what waits; return how many have been asked."""
         version = self._wait_for_able()
         with self.engines.lock:  # the fleet hears of an engine as it is after this
             live = self.engines.table.able(version)
@@ -140,8 +140,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         return len(given)
 
     def _wait_for_able(self) -> int:
-        """Until an engine can answer what waits: from which version. VersionRefused when none ever will, nor one that
-        is to be run instead."""
+        """Wait until an engine can answer what waits; return from which version. Raise VersionRefused when none ever
+        will, nor one that is to be run instead."""
         while True:
             version = bounded(self.work.version, self.options.pull_until)
             try:
@@ -162,7 +162,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self.engines.in_flight, self.engines.waiting = dict(self.work.in_flight), len(self.work.waiting)
 
     def _answers(self) -> list[Any]:
-        """What has been answered since, the samples of each prompt; those of lost engines wait again."""
+        """Return what has been answered since, the samples of each prompt; those of lost engines wait again."""
         ready, _ = ray.wait(list(self.work.asked), num_returns=1, timeout=ANSWER_INTERVAL_S)
         if not ready:
             self.engines.check()
@@ -197,8 +197,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self.newest = self._to_run_instead_of(self.newest)
 
     def _look_for_first(self) -> int:
-        """What partial rollout asks for at least: an engine with less has weights of a former life of this run. Less
-        only when operators say so."""
+        """Return what partial rollout asks for at least: an engine with less has weights of a former incarnation of
+        this run. Less only when operators say so."""
         first = 0 if self._first is None else self._first
         if first or self._first is None:
             now = self._to_run_instead_of(first)
@@ -210,7 +210,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         return {**told, "tensorhub/validation_wait/seconds": self.evaluation_wait_s}
 
     def _to_run_instead_of(self, version: int) -> int:
-        """What the hub says now; the same one if it says nothing else, 0 when there is nothing to be run."""
+        """Return what the hub says now; the same one if it says nothing else, 0 when there is nothing to be run."""
         try:
             return self._client.target(version, pins=not self.is_sync, timeout_s=0.0)
         except NotPublished:

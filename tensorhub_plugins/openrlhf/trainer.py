@@ -86,12 +86,12 @@ class PolicyModelActor(_Policy):
         )
 
     def tensorhub_begin(self, step: int) -> int:
-        """Called on every rank, before anything is generated. Returns the attempt."""
+        """Begin an attempt on every rank, before anything is generated. Return the attempt."""
         self._publisher.begin(step)
         return self._publisher.attempt or 0
 
     def tensorhub_publish(self, step: int) -> dict[str, float]:
-        """Called on every rank. Returns metrics, and the attempt, as soon as the hub knows, or, in the background, when
+        """Publish on every rank. Return metrics, and the attempt, as soon as the hub knows, or, in the background, when
         the training may go on; no rank waits for an engine."""
         if not self._publisher.in_background:  # it would wait for the device
             release_cached_memory()
@@ -140,7 +140,7 @@ class _Publishes:
     def init_checkpoint_states(self) -> dict[str, Any]:
         states: dict[str, Any] = super().init_checkpoint_states()  # type: ignore[misc]
         self.tensorhub_version = states["global_step"]  # resuming: OpenRLHF sends the loaded weights first
-        # From that step on what a former life of this run has published is over, before anything is generated.
+        # From that step on what a former incarnation of this run has published is over, before anything is generated.
         step = max(0, self.tensorhub_version - 1)
         ranks = ray.get(self.actor_model_group.async_run_method(method_name="tensorhub_begin", step=step))
         self.tensorhub_attempt = ranks[0]
@@ -156,7 +156,7 @@ class _Publishes:
         return status, global_step
 
     def broadcast_to_vllm(self) -> None:
-        """No lock and no pause: publishing touches no engine."""
+        """Publish without a lock or a pause: publishing touches no engine."""
         ranks = ray.get(
             self.actor_model_group.async_run_method(method_name="tensorhub_publish", step=self.tensorhub_version)
         )
@@ -172,7 +172,7 @@ class _Publishes:
 
 
 def _generator(strategy: Any, given: Any) -> SamplesGenerator:
-    """Ours, over the same engines and prompts as the one OpenRLHF made."""
+    """Return ours, over the same engines and prompts as the one OpenRLHF made."""
     return SamplesGenerator(
         options=config.parse(strategy.args.vllm.sync_backend),
         is_partial=bool(getattr(strategy.args.train, "partial_rollout_enable", False)),

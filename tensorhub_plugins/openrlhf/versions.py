@@ -44,24 +44,24 @@ class Versioned:
 
 
 def came_from(*versions: int) -> None:
-    """The tokens just made, of the sample that this task makes, are of these versions."""
+    """Note that the tokens just made, of the sample that this task makes, are of these versions."""
     seen = _of_sample.get(None)
     if seen is not None:
         seen.extend(step_of(version) for version in versions)
 
 
 def bounded(version: int, until: int | None) -> int:
-    """This version, or the last one that is followed."""
+    """Return this version, or the last one that is followed."""
     return version if until is None else version_of(attempt_of(version), min(step_of(version), until))
 
 
 def with_logs(response: dict[str, Any], logs: Mapping[str, float]) -> dict[str, Any]:
-    """The same sample, which says this, too."""
+    """Return the same sample, which says this, too."""
     return {**response, "extra_logs": {**(response.get("extra_logs") or {}), **logs}}
 
 
 def figures_of(samples: Any) -> dict[str, float]:
-    """How the engines did while the samples of a step were made: the worst that any of them says."""
+    """Return how the engines did while the samples of a step were made: the worst that any of them says."""
     told: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.info.items():
@@ -71,7 +71,7 @@ def figures_of(samples: Any) -> dict[str, float]:
 
 
 def staleness(samples: Any, global_step: int) -> dict[str, float]:
-    """How many versions old the samples of a step are that is about to train version `global_step`."""
+    """Return how many versions old the samples of a step are that is about to train version `global_step`."""
     ages, spans = [], []
     for sample in samples:
         if FIRST in sample.info:

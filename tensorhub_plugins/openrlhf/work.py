@@ -51,7 +51,7 @@ class Work:
         return bool(self.waiting or self.asked)
 
     def hand_out(self, places: Sequence[Place], count_max: int | None = None) -> list[tuple[str, Prompt]]:
-        """What to ask now, each of the least busy engine that has room. Every one must be `note`d."""
+        """Return what to ask now, each of the least busy engine that has room. Every one must be `note`d."""
         counts = Counter(self.in_flight)
         given: list[tuple[str, Prompt]] = []
         while self.waiting and (count_max is None or len(given) < count_max):
@@ -70,7 +70,7 @@ class Work:
         return QUEUE_FACTOR * max(1, -(-place.requests_max // samples))
 
     def note(self, ticket: Hashable, name: str, prompt: Prompt) -> None:
-        """This engine has been asked; its answer comes by `ticket`."""
+        """Note that this engine has been asked; its answer comes by `ticket`."""
         if ticket in self.asked:
             raise AssertionError(f"{ticket!r} is asked twice")
         self.asked[ticket] = (name, prompt)
@@ -78,11 +78,11 @@ class Work:
 
     @property
     def version(self) -> int:
-        """The newest that is asked for by what waits."""
+        """Return the newest version that is asked for by what waits."""
         return max((prompt.version for prompt in self.waiting), default=0)
 
     def ask_for(self, version: int) -> None:
-        """All that waits may be answered from this version, and from none before."""
+        """Let all that waits be answered from this version, and from none before."""
         self.waiting = deque(replace(prompt, version=version) for prompt in self.waiting)
 
     def answered(self, ticket: Hashable) -> tuple[str, Prompt]:
@@ -91,18 +91,18 @@ class Work:
         return name, prompt
 
     def lost(self, ticket: Hashable) -> Prompt:
-        """The engine is gone, and its answer with it: the prompt waits again."""
+        """Let the prompt wait again: the engine is gone, and its answer with it."""
         name, prompt = self.answered(ticket)
         again = replace(prompt, lost=(*prompt.lost, name))
         self.waiting.appendleft(again)
         return again
 
     def given_back(self, ticket: Hashable, **more: Any) -> None:
-        """The engine has to leave: the prompt waits again. more: arguments for the next engine."""
+        """Let the prompt wait again: the engine has to leave. more: arguments for the next engine."""
         _, prompt = self.answered(ticket)
         self.waiting.appendleft(replace(prompt, arguments={**prompt.arguments, **more}))
 
     def abandon(self, name: str) -> None:
-        """Nothing is expected of this engine any more: what it has goes on elsewhere."""
+        """Expect nothing of this engine any more: what it has goes on elsewhere."""
         for ticket in [ticket for ticket, (where, _) in self.asked.items() if where == name]:
             self.lost(ticket)

@@ -19,11 +19,12 @@ logger = get_logger(__name__)
 
 OUR_METHODS = "tensorhub_"  # how the names of the worker's methods begin
 DRAIN_TIMEOUT_S = 600.0  # for one worker: it may be in the middle of an install
-POSITIONAL_MAX = 3  # timeout, args and kwargs; what follows says who answers, and vLLM gives it by name
+POSITIONAL_MAX = 3  # timeout, args and kwargs; what follows says which worker answers, and vLLM gives it by name
 
 
 def all_fetched(original: Callable[..., Any], is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
-    """MultiprocExecutor.collective_rpc, leaving no answer behind. is_ours: whether that goes for calls of vLLM, too."""
+    """Wrap MultiprocExecutor.collective_rpc so that no answer is left behind. is_ours: whether that goes for calls of
+    vLLM, too."""
 
     @wraps(original)
     def collective_rpc(executor: Any, method: Any, *args: Any, **kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ CONTAINED = ("_orig_mod", "_fsdp_wrapped_module", "module")  # what torch.compil
 
 
 def checkpoint_tensors(model: torch.nn.Module, state_dict: Tensors | None = None) -> dict[str, torch.Tensor]:
-    """What `save_pretrained` would write, by name, in its dtypes. Tied weights come once, as there.
+    """Return what `save_pretrained` would write, by name, in its dtypes. Tied weights come once, as there.
 
     Nearly all of them are the model's own memory or views of it (only where a checkpoint concatenates what the model
     holds apart there are copies): publish with `copy=True`, the default, and training may go on.
@@ -63,7 +63,7 @@ class Step:
 
 
 def steps(model: torch.nn.Module, shape: Callable[[torch.Tensor], Iterable[int]] = lambda t: t.shape) -> list[Step]:
-    """The way to the checkpoint, in the same order on every rank; most steps are of one tensor.
+    """Yield the steps to the checkpoint, in the same order on every rank; most steps are of one tensor.
 
     shape: of a whole tensor, given what the model has of it. Nothing is gathered and no memory is used.
     """
@@ -115,7 +115,7 @@ class _NoCopies(TorchFunctionMode):
 
 
 def _kept(model: PreTrainedModel, tensors: Tensors) -> list[str]:
-    """The names that are saved: of tied tensors only the one that `from_pretrained` expects."""
+    """Return the names that are saved: of tied tensors only the one that `from_pretrained` expects."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     for name, tensor in tensors.items():
@@ -144,7 +144,7 @@ def _kept(model: PreTrainedModel, tensors: Tensors) -> list[str]:
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """The same for tensors that are the same memory."""
+    """Return the same for tensors that are the same memory."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta and tensor.numel():
         return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
     return id(tensor)
@@ -175,7 +175,7 @@ class _Traced(torch.Tensor):
 
 
 def pretrained(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model in its containers."""
+    """Return the transformers model in its containers."""
     try:
         import transformers
         from transformers.core_model_loading import revert_weight_conversion  # noqa: F401

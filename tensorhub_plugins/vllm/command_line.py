@@ -28,8 +28,8 @@ class Words(NamedTuple):
 
 
 def words_of(given: Sequence[str], commands: Collection[str], default: str) -> Words:
-    """The framework's command and what follows it; `default` where none is named. What starts it (a shell's variables,
-    `ray job submit ... --`, `python -u -m`) may stand before it."""
+    """Return the framework's command and what follows it; `default` where none is named. What starts it (a shell's
+    variables, `ray job submit ... --`, `python -u -m`) may stand before it."""
     is_submitted = tuple(Path(word).name for word in given[:3]) == SUBMIT
     files = {f"/{command.replace('.', '/')}.py": command for command in commands}
     for number, word in enumerate(given):
@@ -42,7 +42,7 @@ def words_of(given: Sequence[str], commands: Collection[str], default: str) -> W
 
 
 def run(look: Callable[[Outlook, Sequence[str]], None], usage: str | None, arguments: Sequence[str]) -> int:
-    """Print what will happen and return 0; or all that is wrong, a line each, and return 1. What nobody looked at
+    """Print what will happen and return 0; or all that is wrong, a line each, and return 1. What was not checked
     is the last line of both. look: asks everything of this command line."""
     if {"--help", "-h"} & set(arguments):
         print(usage)

@@ -14,7 +14,7 @@ UNREAD = ("dummy",)  # load formats that read nothing
 
 
 def has_weights(method: str | None) -> bool:
-    """Whether what drafts by this method of vLLM's has weights of its own."""
+    """Return whether what drafts by this method of vLLM's has weights of its own."""
     return method is not None and not method.startswith(WITHOUT_WEIGHTS)
 
 

@@ -2,7 +2,7 @@
 
 vLLM's own handlers do not: the KeyboardInterrupt that its API server raises at SIGTERM is swallowed by the context of a
 socket (`zmq_socket_ctx`), asyncio's for SIGINT cancels a task that awaits nothing, and a core that is killed leaves
-workers that wait on. A SystemExit is swallowed by nobody, and whoever it passes ends the processes below.
+workers that wait on. A SystemExit is swallowed by no code, and all that it passes end the processes below.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 @contextlib.contextmanager
 def ends_at_signals(*, interactive: bool = False) -> Iterator[None]:
-    """Raise SystemExit where a signal arrives that is to end this process; whoever has a handler of its own keeps it.
+    """Raise SystemExit where a signal arrives that is to end this process, unless it has a handler of its own.
 
     interactive: SIGINT ends in a KeyboardInterrupt, as Python's users expect.
     """
@@ -62,6 +62,6 @@ def ends_at_signals(*, interactive: bool = False) -> Iterator[None]:
 
 
 def _only_ends(handler: Any) -> bool:
-    """Whether it is the system's, Python's, asyncio's or vLLM's."""
+    """Return whether it is the system's, Python's, asyncio's or vLLM's."""
     module = str(getattr(getattr(handler, "func", handler), "__module__", ""))
     return handler in (signal.SIG_DFL, signal.default_int_handler) or module.split(".")[0] in ("asyncio", "vllm")

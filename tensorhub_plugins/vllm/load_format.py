@@ -60,18 +60,18 @@ class TensorHubModelLoader(BaseModelLoader):
     """Making one has no effects: vLLM 0.32 makes it early, and may never use it."""
 
     def download_model(self, model_config: Any) -> None:
-        """Nothing to download."""
+        """Download nothing."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load from disk what vLLM itself loads again."""
         self._from_disk().load_weights(model, model_config)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Any:
-        """The checkpoint on disk, for vLLM's reload_weights()."""
+        """Yield the checkpoint on disk, for vLLM's reload_weights()."""
         return self._from_disk().get_all_weights(model_config, model)
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
-        """The model with its weights; in all workers of an engine at once."""
+        """Return the model with its weights; in all workers of an engine at once."""
         if model_config is not vllm_config.model_config:
             draft = self._from_disk()
             return draft.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
@@ -122,7 +122,8 @@ class TensorHubModelLoader(BaseModelLoader):
 
 
 def _fill_with_zeros(model: torch.nn.Module) -> None:
-    """So that what kernels make of the weights before there are any is defined, and the same everywhere.
+    """Fill the weights with zeros, so that what kernels make of them before they arrive is defined, and the same
+    everywhere.
 
     The host's by several threads: what takes its time is that the memory is touched for the first time. A device's by
     this thread, on whose stream the next kernels follow. Layers that vLLM quantizes as it loads have no memory yet.
@@ -193,7 +194,7 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
 
 
 def _start_from_disk(start: StartConfig, joining: WorkerConfig, vllm_config: Any) -> bool:
-    """What the first worker of the engine finds, for all of them."""
+    """Return what the first worker of the engine finds, for all of them."""
     if start.disk != "fallback":
         return start.disk == "only"
     gather, place = engine_gather(vllm_config)
@@ -213,6 +214,6 @@ def _serve_what_was_on_disk(start: StartConfig, joining: WorkerConfig, updater: 
 
 
 def _versions(joining: WorkerConfig, visitor: str = "start") -> list[VersionInfo]:
-    """What the store has; asked by a visitor, who goes again."""
+    """Return what the store has; asked by a visitor, which leaves again."""
     with joining.connect(replica=f"{joining.replica}-{visitor}", transports=("tcp",)) as client:
         return client.versions()

@@ -19,14 +19,14 @@ FACTS = (
 
 
 def facts_of(config: Any) -> dict[str, Any]:
-    """config: a transformers configuration, of text or of more than text."""
+    """Return the facts. config: a transformers configuration, of text or of more than text."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = {name: getattr(text, name) for name in FACTS if getattr(text, name, None) is not None}
     return {"architectures": list(getattr(config, "architectures", None) or ()), **found}
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """What both sides name and is not the same, in words."""
+    """Return what both sides name and is not the same, in words."""
     return [
         f"{name} {theirs[name]} instead of {ours[name]}"
         for name in ours

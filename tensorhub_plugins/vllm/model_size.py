@@ -15,8 +15,8 @@ HEAD_SIZE_BYTES_MAX = 100 << 20  # safetensors' own limit
 
 
 def model_of(name: object) -> Model | None:
-    """The model of this name: a folder, or one of the Hugging Face hub that is in the cache of this machine (all of it,
-    or its config.json). None: it is not here, or neither files nor configuration say its size."""
+    """Return the model of this name: a folder, or one of the Hugging Face hub that is in the cache of this machine (all
+    of it, or its config.json). None: it is not here, or neither files nor configuration say its size."""
     folder = folder_of(name)
     if folder is None:
         return None
@@ -26,7 +26,7 @@ def model_of(name: object) -> Model | None:
 
 
 def folder_of(name: object) -> Path | None:
-    """Where its files are, as transformers and vLLM would find them."""
+    """Return where its files are, as transformers and vLLM would find them."""
     if not isinstance(name, str) or not name:
         return None
     if (folder := Path(name).expanduser()).is_dir():
@@ -42,7 +42,7 @@ def folder_of(name: object) -> Path | None:
 
 
 def elements_of(folder: object) -> int | None:
-    """How many numbers the checkpoint in this folder has; None: it is not here, not whole, or no safetensors."""
+    """Return how many numbers the checkpoint in this folder has; None: it is not here, not whole, or no safetensors."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         files = {file.name: file for file in Path(str(folder)).glob("*.safetensors")}
         index = Path(str(folder), "model.safetensors.index.json")
@@ -69,8 +69,8 @@ def _heads(folder: Path) -> int | None:
 
 
 def _elements_by_configuration(folder: Path) -> int | None:
-    """On the meta device, where a model of any size takes no memory. None for a configuration that the installed
-    transformers does not know, or knows only with code of the model's own."""
+    """Count on the meta device, where a model of any size takes no memory. Return None for a configuration that the
+    installed transformers does not know, or knows only with code of the model's own."""
     if not (folder / "config.json").exists():
         return None
     import torch

@@ -1,4 +1,4 @@
-"""PURE: what the doctors of frameworks say: what will happen, all that is wrong, and what nobody looked at."""
+"""PURE: what the doctors of frameworks say: what will happen, all that is wrong, and what was not checked."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Outlook:
         self.unseen: list[str] = []
 
     def ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        """What it returns; None where it raises what is wrong, which is kept."""
+        """Return what it returns; None where it raises what is wrong, which is kept."""
         try:
             return question(*arguments)
         except TensorHubError as error:
             self.refuse(error.message)
-        except Exception as error:  # of a value that nobody had thought of
+        except Exception as error:  # of a value that was not thought of
             at = error.__traceback__
             while at is not None and at.tb_next is not None:
                 at = at.tb_next
@@ -45,7 +45,7 @@ class Outlook:
         return None
 
     def tell(self, question: Callable[..., str | None], *arguments: Any) -> None:
-        """Ask, and keep the sentence that is the answer."""
+        """Keep the sentence that is the answer to this question."""
         if answer := self.ask(question, *arguments):
             self.said.append(answer)
 
@@ -78,13 +78,14 @@ def count(number: int, thing: str) -> str:
 
 
 def gpus_summary(parts: Mapping[str, int]) -> str:
-    """What a cluster must have, in all and for what. parts: a number of GPUs by what they are for."""
+    """Return what a cluster must have, in all and for what. parts: a number of GPUs by what they are for."""
     for_ = ", ".join(f"{number} for {what}" for what, number in parts.items() if number)
     return f"GPUs: {sum(parts.values())} are needed ({for_})"
 
 
 def memory_summary(options: StoreOptions, model: Model, worker: str, need: Need, workers: int) -> str:
-    """What hosts need of `need` for each of so many workers. UsageError where a budget that is kept is less."""
+    """Return what hosts need of `need` for each of so many workers. Raise UsageError where a budget that is kept is
+    less."""
     how = "" if model.is_exact else "; the number of weights is from the model's configuration"
     return f"memory: {need_summary(options, worker, need, workers)}{how}"
 

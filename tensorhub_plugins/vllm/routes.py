@@ -1,6 +1,6 @@
 """What `vllm serve --load-format tensorhub` tells over HTTP, beside vLLM's own routes.
 
-GET /tensorhub                      whom it follows, which version it has, and what model it is; 404: not ours
+GET /tensorhub                      which hub it follows, which version it has, and what model it is; 404: not ours
 GET /tensorhub/starts/REQUEST       of a request that was named by `spans.PREFIX`: "answers", which are {"prompt": which
                                     of its prompts, "sample": which of n, "starts": [[version, first token], ...]}, and
                                     "starts": of its only answer; null: it has several, or it is not known (any more;

@@ -105,7 +105,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInf
         self._updater().guard()
 
     def shutdown(self) -> None:
-        """Since vLLM 0.32 also what a trainer's goodbye calls: the engine stays in the store until its worker ends."""
+        """Do nothing: since vLLM 0.32 a trainer's goodbye calls this too, and the engine stays in the store until its
+        worker ends."""
 
     def _updater(self) -> Updater:
         updater: Updater | None = vars(self.model).get("tensorhub_updater")
