@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from tensorhub_plugins.vllm.worker import reload, weights
-from tensorhub_plugins.vllm.worker.conversion import NOISE_LENGTH, Conversion, noise
+from tensorhub_plugins.vllm.worker.conversion import Conversion, noise_like
+from tensorhub_plugins.vllm.worker.filler import NOISE_LENGTH
+from tensorhub_plugins.vllm.worker.plan import Given
 
 Weights = dict[str, torch.Tensor]
 NAMES = {"embed.weight": (10, 4), "q.weight": (4, 4), "k.weight": (2, 4), "norm.weight": (4,), "norm2.weight": (4,)}
@@ -170,12 +172,10 @@ def test_a_trial_that_fails_leaves_no_noise() -> None:
 
 def test_noise_is_unlike_itself() -> None:
     shapes = {"a": (torch.float32, torch.Size([3, NOISE_LENGTH])), "b": (torch.float32, torch.Size([NOISE_LENGTH]))}
-    tensors = dict(noise(shapes))
+    tensors, again = (dict(noise_like(Given({}, shapes), None).whole()) for _ in range(2))
     assert [(t.dtype, t.shape) for t in tensors.values()] == list(shapes.values())
     assert not torch.equal(tensors["a"][0], tensors["b"])
-    assert all(
-        torch.equal(one, other) for one, other in zip(tensors.values(), dict(noise(shapes)).values(), strict=True)
-    )
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
 
 
 def test_layers_without_weights_raise_no_alarm(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from tensorhub_plugins.core import TensorTable
 from tensorhub_plugins.vllm.worker.conversion import Places
+from tensorhub_plugins.vllm.worker.filler import NONSENSE
 from tensorhub_plugins.vllm.worker.plan import (
-    NONSENSE,
     REGIONS_MAX,
     Given,
     Held,

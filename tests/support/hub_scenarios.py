@@ -66,8 +66,8 @@ class Scenario:
     def publish(self, worker: str, version: int, layout: str = CHECKPOINT, **holding: object) -> None:
         record = self.hub.registry.workers[self.sessions[worker]].hello
         key = ShardKey(version, layout, record.shard, record.shard_count)
-        root = holding.pop("root", f"{version}{layout}{record.shard}".encode()[:16].ljust(16, b"-"))
-        self.say(worker, m.Publish, holding=m.Holding(key, root, 100, **holding))
+        of = {"root": f"{version}{layout}{record.shard}".encode()[:16].ljust(16, b"-"), "size_bytes": 100, **holding}
+        self.say(worker, m.Publish, holding=m.Holding(key, **of))
 
     def acquire(self, worker: str, version: int = 0, layouts: tuple[str, ...] = (CHECKPOINT,), **more: object) -> int:
         fields: dict[str, object] = {"at_least": 0, "timeout_s": 60.0, **more}

@@ -150,7 +150,8 @@ def update_by_slices(
     from recipes.bench.sizes.ranks import Rank
     from tensorhub_plugins.vllm.worker import contract
     from tensorhub_plugins.vllm.worker.conversion import Conversion
-    from tensorhub_plugins.vllm.worker.plan import NONSENSE, Given
+    from tensorhub_plugins.vllm.worker.filler import NONSENSE
+    from tensorhub_plugins.vllm.worker.plan import Given
 
     rank = Rank(tp_size, tp)
     with loaded(first, rank) as (model, config):

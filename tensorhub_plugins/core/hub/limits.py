@@ -33,7 +33,11 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "session_timeout_s": (HEARTBEAT_S_MIN, DAY_S, "seconds of silence after which a worker is given up"),
     "heartbeat_s": (HEARTBEAT_S_MIN, DAY_S, "seconds between two heartbeats of a worker"),
     "grace_s": (0.0, DAY_S, "seconds after its start in which the hub decides nothing that depends on all workers"),
-    "claim_s": (0.0, DAY_S, "seconds for a worker to convert what it has promised, then another one does"),
+    "claim_s": (
+        0.0,
+        DAY_S,
+        "seconds, and one more for each half GB, to convert what was promised; then another one does",
+    ),
     "converter_first_s": (0.0, DAY_S, "seconds in which the engine of a host that converted last is waited for"),
     "readers_per_source_max": (1, READERS_MAX, "leases on one source; more readers wait, or read from another one"),
     "uplink_readers_max": (1, READERS_MAX, "leases that cross into one data centre, shared between models"),
@@ -56,7 +60,7 @@ class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 1.0
     # Three heartbeats: every live worker has sent its Hello again by then.
     grace_s: float = 3.0
-    # Reading and converting the largest models takes less; a dead converter is noticed much sooner.
+    # And a second more for each half GB that was published; a dead converter is noticed much sooner.
     claim_s: float = 120.0
     # It has the memory for it; a second one on its host would need as much again. All learn of it at once.
     converter_first_s: float = 0.5

@@ -16,6 +16,7 @@ from typing import TypeAlias, TypeVar
 
 from typing_extensions import assert_never
 
+from tensorhub_plugins.core.deadline import size_s
 from tensorhub_plugins.core.hub.candidates import Candidate, Sources
 from tensorhub_plugins.core.hub.copies import Counted
 from tensorhub_plugins.core.hub.limits import CLAIMS_PER_SESSION_MAX, RECORDS_OF_READERS_MAX, HubLimits
@@ -537,11 +538,12 @@ class Registry:
     def add_claim(self, version: Version, worker: Worker, key: ShardKey, now: float, request_id: int = 0) -> None:
         """Record that a worker is to convert this shard. request_id: the Acquire with which it was assigned.
 
-        Others wait for it. The holder of a reader's key could claim again and again, under new names, and never
-        publish: failed claims on a layout are waited for OWED_MAX times claim_s at once, and a tenth of the time
-        in the long run. Beyond that each engine converts for itself.
+        Others wait for it, for claim_s and what the version's size adds. The holder of a reader's key could claim again
+        and again, under new names, and never publish: failed claims on a layout are waited for OWED_MAX times as long
+        at once, and a tenth of the time in the long run. Beyond that each engine converts for itself.
         """
-        claim = Claim(worker, version, key, now + self.limits.claim_s, request_id)
+        claim_s = self.limits.claim_s + size_s(version.published_size_bytes)
+        claim = Claim(worker, version, key, now + claim_s, request_id)
         if worker.role == "reader":
             self._charge(claim, now)
         if key in version.claims:
@@ -553,7 +555,7 @@ class Registry:
 
     def _charge(self, claim: Claim, now: float) -> None:
         """Charge once for all shards of its replica, which are to be converted by the same deadline."""
-        cut, history, claim_s = (claim.key.layout, claim.key.shard_count), claim.worker.history, self.limits.claim_s
+        cut, history, claim_s = (claim.key.layout, claim.key.shard_count), claim.worker.history, claim.deadline - now
         if (other := next(_beside(claim), None)) is not None:
             claim.is_waited_for, claim.deadline = other.is_waited_for, other.deadline
             return

@@ -277,6 +277,11 @@ class Version:
         held = (h for by_shard in cuts for holders in by_shard.values() for h in holders.values() if h.complete)
         return list({h.worker.session: h.worker for h in held}.values())
 
+    @property
+    def published_size_bytes(self) -> int:
+        """Return the size of all shards that trainers have published."""
+        return sum(size for shard, (_, size) in self.contents.items() if shard not in self.by_readers)
+
     def held_text(self) -> str:
         """Return the layouts that are held, as text for users."""
         return ", ".join(sorted({layout for layout, _ in self.holdings})) or "nothing"

@@ -25,20 +25,20 @@ same way: around them state 1 has zeros and state 4 nonsense. Where these are no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from tensorhub_plugins.core import UsageError, copy_all, without_aliases
+from tensorhub_plugins.core import Slab, UsageError, copy_all, flat_bytes, without_aliases
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.worker import online, reload, weights
 from tensorhub_plugins.vllm.worker.contract import some
+from tensorhub_plugins.vllm.worker.filler import BLOCK_SIZE_BYTES_MAX, NONSENSE, ZERO, Noise
 from tensorhub_plugins.vllm.worker.hidden import walk
 from tensorhub_plugins.vllm.worker.plan import (
-    NONSENSE,
     Box,
     Given,
     Held,
@@ -46,19 +46,16 @@ from tensorhub_plugins.vllm.worker.plan import (
     Plan,
     Region,
     Shapes,
-    held_whole,
     in_order,
     layer_of,
     place_in,
     view,
+    whole_region,
 )
 from tensorhub_plugins.vllm.worker.votes import ALONE, Steps
 
 logger = get_logger(__name__)
 
-NOISE_LENGTH = 1_048_583  # elements; a prime, so that rows and blocks of a weight do not repeat with it
-NOISE_STEP = 7_919  # offset between the noise of one tensor and of the next
-ZERO = 0x00  # in every byte: as unlike NONSENSE as possible
 WORTH_IT = 0.95  # of the checkpoint's bytes: fetching regions must save more than some tiny tensors
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -75,7 +72,7 @@ class NotEnough(Exception):
 class _State:
     """The digests, or values, by name."""
 
-    weights: dict[str, str]
+    weights: dict[str, bytes]
     hidden: dict[str, object]
 
 
@@ -133,14 +130,13 @@ class Conversion:
         self._reload(self._whole(given))
         first, noisy = self._state(), None
         try:
-            copied = None
+            copied, noise = None, noise_like(given, plan)
             if self._can_copy(given.shapes, plan):
                 self._plan = plan
-                self._copy((name, held_whole(tensor)) for name, tensor in noise(given.shapes, given.tensors))
+                self._copy(noise.held.items())
                 copied = self._state()
             self._plan = None
-            shapes = dict(sorted(given.shapes.items())) if self._steps.together else given.shapes
-            self._reload(noise(shapes, given.tensors))
+            self._reload(self._whole(noise))
             noisy = self._state()
             self._compare(first, copied, noisy, plan)
         except Exception:
@@ -259,10 +255,10 @@ class Conversion:
         for name, value in walk(self._model):
             if isinstance(value, torch.Tensor):
                 if value.untyped_storage().data_ptr() not in own:
-                    hidden[name] = weights.digest(value.contiguous())
+                    hidden[name] = _digests_of(value.contiguous())
             elif not weights.is_refreshed(name):
                 hidden[name] = repr(value)  # NaN is equal to itself there
-        return _State({name: weights.digest(tensor) for name, tensor in live.items()}, hidden)
+        return _State({name: _digests_of(tensor) for name, tensor in live.items()}, hidden)
 
 
 class Places:
@@ -306,19 +302,22 @@ def _differ(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]
     return [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
 
 
-def noise(shapes: Shapes, checkpoint: Mapping[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint of these names, dtypes and shapes, the same every time, whose tensors are unlike each other.
+def _digests_of(tensor: torch.Tensor) -> bytes:
+    """Return the digests of its segments: taken on its device, or by several threads."""
+    return Slab.adopt({"": flat_bytes(tensor)}).manifest().root()
 
-    Integers of `checkpoint` are kept: they may be indices.
-    """
-    block = torch.randn(NOISE_LENGTH, generator=torch.Generator().manual_seed(0))
-    endless = {dtype: torch.cat([block, block]).to(dtype) for dtype in {dtype for dtype, _ in shapes.values()}}
-    for number, (name, (dtype, shape)) in enumerate(shapes.items()):
-        if checkpoint is not None and not dtype.is_floating_point:
-            yield name, checkpoint[name] if name in checkpoint else torch.zeros(shape, dtype=dtype)
-            continue
-        first = number * NOISE_STEP % NOISE_LENGTH
-        values = endless[dtype][first : first + min(NOISE_LENGTH, shape.numel())]
-        if shape.numel() > NOISE_LENGTH:
-            values = values.repeat(-(-shape.numel() // NOISE_LENGTH))[: shape.numel()]
-        yield name, values.reshape(shape)
+
+def noise_like(given: Given, plan: Plan | None) -> Given:
+    """Return noise for all tensors of a checkpoint, the same every time and no two regions alike: of those that take
+    much memory only what the plan needs, with zeros around it. Integers are kept: they may be indices."""
+    regions: list[tuple[str, torch.dtype, Region]] = []
+    for name, (dtype, shape) in sorted(given.shapes.items()):
+        if dtype.is_floating_point:
+            is_large = dtype.itemsize * shape.numel() > BLOCK_SIZE_BYTES_MAX
+            needed = (whole_region(shape),) if plan is None or not is_large else plan.needed.get(name, ())
+            regions += [(name, dtype, region) for region in needed]
+    noise = Noise((dtype, torch.Size(region.shape).numel()) for _, dtype, region in regions)
+    held = {name: held for name, held in given.held.items() if not given.shapes[name][0].is_floating_point}
+    for number, (name, dtype, region) in enumerate(regions):
+        held[name] = (*held.get(name, ()), Held(region, noise.of(number, dtype, torch.Size(region.shape))))
+    return Given(held, given.shapes, filler=ZERO)

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tensorhub_plugins.core import Fetched, Part, TensorSpec, TensorTable, common_box
+from tensorhub_plugins.vllm.worker.filler import Filler
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, shape, strides, in elements
 Shapes = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 REGIONS_MAX = 64  # of one tensor: no known model takes more than six, and every copy searches them
-NONSENSE = 0x7F  # in every byte: 3e38 as a float of any kind
 
 
 class Region(NamedTuple):
@@ -275,7 +275,7 @@ class Given:
         plan: Plan | None = None,
         filler: int | None = None,
     ) -> None:
-        self.held, self.shapes, self.plan, self._filler = held, shapes, plan, filler
+        self.held, self.shapes, self.plan, self._filler = held, shapes, plan, Filler(filler)
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], plan: Plan | None = None) -> Given:
@@ -297,7 +297,7 @@ class Given:
     @property
     def names(self) -> list[str]:
         """Return the names that `whole` has."""
-        return list(self.held if self._filler is None else self.shapes)
+        return list(self.held if self._filler.byte is None else self.shapes)
 
     def cut(self, needed: Mapping[str, Sequence[Region]], *, filler: int | None = None) -> Given:
         """Return only these regions of what is here."""
@@ -320,12 +320,11 @@ class Given:
             if held and held[0].region.shape == tuple(shape):
                 yield name, held[0].tensor
                 continue
-            expanded = torch.empty(shape, dtype=dtype)
-            if self._filler is not None:
-                expanded.view(-1).view(torch.uint8).fill_(self._filler)
+            expanded = self._filler.tensor(dtype, shape, tuple(region for region, _ in held))
             for region, tensor in held:
                 region.of(expanded).copy_(tensor)
             yield name, expanded
+            del expanded  # its memory is the next one's, if the loaders are done with it
 
 
 def held_whole(tensor: torch.Tensor) -> tuple[Held, ...]:

@@ -363,6 +363,19 @@ def test_another_converts_when_the_first_does_not(scenario: Scenario, end: str) 
     assert scenario.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0 and convert"]
 
 
+@pytest.mark.parametrize(("gigabytes", "more_s"), [(0, 0), (141, 282)], ids=["tiny", "70B"])
+def test_a_large_version_may_be_converted_for_longer(scenario: Scenario, gigabytes: int, more_s: int) -> None:
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1, size_bytes=max(gigabytes * 10**9, 1))
+    for name in ("a/0", "b/0"):
+        scenario.join(name)
+        scenario.acquire(name, layouts=(RUNTIME, CHECKPOINT), claim=True, timeout_s=1000.0)
+    scenario.wait(LIMITS.claim_s + more_s - 1)
+    assert scenario.heard("b/0") == []
+    scenario.wait(2)
+    assert scenario.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0 and convert"]
+
+
 HERE, THERE = Location("dc", "rack", "here"), Location("dc", "rack", "there")
 
 
