@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
 
+from tensorhub_plugins.core.deadline import size_s
 from tensorhub_plugins.core.digests import Algorithm
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.types import DOMAINS_MAX, Across
@@ -66,7 +67,9 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     keep: int = 1  # versions each trainer rank holds for readers; its host memory is keep + 1 of its share
     retain_copies: int = 1  # in so many hosts (racks, data centres) the newest version survives, see Client.retain
     retain_across: Across = "host"
-    timeout_s: float = 120.0  # for one publish, one fetch, one installation, and for an engine to be up to date
+    # For one publish, one fetch, one installation, and for an engine to be up to date. Where it is not given and the
+    # size of the model is known, a second for each half GB is added.
+    timeout_s: float = 120.0
     # Training continues while a version is copied from its GPU, and the next publish raises its error (Publisher);
     # None: where a trainer rank has a GPU.
     in_background: bool | None = None
@@ -86,6 +89,11 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     def retain(self) -> tuple[int, Across] | None:
         """Return what the trainer asks the hub to retain; None: nothing that it would not retain anyway."""
         return (self.retain_copies, self.retain_across) if self.retain_copies > 1 else None
+
+    @classmethod
+    def timeout_for(cls, size_bytes: int) -> float:
+        """Return the timeout, in whole seconds, of a run that was given none and has versions of this size."""
+        return float(round(cls().timeout_s + size_s(size_bytes)))
 
 
 class Need(NamedTuple):

@@ -22,11 +22,13 @@ import msgspec
 from tensorhub_plugins.core import UsageError, options
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
+from tensorhub_plugins.vllm.model_size import model_of
 from tensorhub_plugins.vllm.outlook import check_number, is_meant
 
 FLAG = "--vllm.sync_backend"
 NAME = "tensorhub"
 TRAINER = "trainer"  # the replica that publishes
+ELEMENT_SIZE_BYTES = 2  # OpenRLHF runs vLLM, and trains, in bfloat16
 TESTED_OPENRLHF = ("0.11.2",)  # the adapter reaches into parts that change without notice: only what was run counts
 TESTED_VLLM = names.run_with("openrlhf")
 COLOCATED = (
@@ -87,6 +89,15 @@ def parse(backend: str) -> Options:
         limits["prompts_per_engine"] = (1, 100_000)
     options.check_training(given, where=FLAG, limits=limits)
     return given
+
+
+def settled(given: Options, args: Any) -> Options:
+    """The options of a run: a version of a large model gets the time that its bytes take, unless the flag says
+    another. args: OpenRLHF's, parsed."""
+    model = model_of(args.actor.model_name_or_path)
+    if model is None or "timeout_s" in dict(parse_qsl(urlsplit(args.vllm.sync_backend).query)):
+        return given
+    return msgspec.structs.replace(given, timeout_s=given.timeout_for(model.elements * ELEMENT_SIZE_BYTES))
 
 
 def to_flag(given: Options) -> str:

@@ -31,7 +31,6 @@ from tensorhub_plugins.vllm import command_line
 from tensorhub_plugins.vllm.model_size import model_of
 from tensorhub_plugins.vllm.outlook import BESIDE, Model, Outlook, check_heads, count, gpus_summary, memory_summary
 
-ELEMENT_SIZE_BYTES = 2  # OpenRLHF runs vLLM, and trains, in bfloat16
 STOCK, OURS = "openrlhf.cli.train_ppo_ray", "tensorhub_plugins.openrlhf.train_ppo_ray"
 UNKNOWN = f"is not as the adapter knows it: install openrlhf {' or '.join(config.TESTED_OPENRLHF)}"
 AGENT = "AgentExecutor"  # OpenRLHF's name for it
@@ -153,7 +152,7 @@ def tell(outlook: Outlook, options: Options, args: Any, needs: Mapping[str, int]
         f"losses: Ray starts an engine again up to {options.restarts} times, its prompts are asked elsewhere",
     ]
     if model is not None:
-        size_bytes, tp = ELEMENT_SIZE_BYTES * model.elements, args.vllm.tensor_parallel_size
+        size_bytes, tp = config.ELEMENT_SIZE_BYTES * model.elements, args.vllm.tensor_parallel_size
         share, slice_ = Need(size_bytes // ranks, options.keep + 1), Need(size_bytes // tp, options.copies)
         outlook.tell(memory_summary, options, model, "each trainer rank", share, args.actor.num_gpus_per_node)
         outlook.tell(memory_summary, options, model, "each worker of an engine", slice_, tp)

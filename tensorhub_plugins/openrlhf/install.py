@@ -128,7 +128,7 @@ def install(options: config.Options) -> None:
             config.check_arguments(args)
             if options.fleet_policy is not None:
                 policy.load(options.fleet_policy)
-            chosen.backend = config.to_flag(hub.resolve(options))
+            chosen.backend = config.to_flag(config.settled(hub.resolve(options), args))
         except TensorHubError as error:
             refuse(error)
         chosen.partial = bool(args.train.partial_rollout_enable)

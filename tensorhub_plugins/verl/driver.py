@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from tensorhub_plugins.core import Client, HubUnreachable
 from tensorhub_plugins.verl import checks, config
 from tensorhub_plugins.vllm.model_size import model_of
-from tensorhub_plugins.vllm.outlook import Outlook, check_heads
+from tensorhub_plugins.vllm.outlook import Model, Outlook, check_heads
 from tensorhub_plugins.vllm.ray import policy
 
 CONNECT_TIMEOUT_S = 10.0
@@ -55,9 +55,10 @@ def check(root: Any) -> Outlook:
     wrong = checks.settle(root)
     settle_dtype(root)
     settle_slices(root)
+    model = model_of(root.actor_rollout_ref.model.get("path"))
+    settle_timeout(root, model)
     options, outlook = checks.check(root)
     outlook.wrong[:0] = wrong
-    model = model_of(root.actor_rollout_ref.model.get("path"))
     checks.tell_memory(outlook, root, options, model)
     tensor_parallel = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     outlook.ask(check_heads, model, int(OmegaConf.select(root, tensor_parallel) or 1), tensor_parallel)
@@ -96,3 +97,12 @@ def settle_slices(root: Any) -> None:
         for option, value in (("slices", size), ("slices_experts", experts == 1)):
             if given.get(option) is None:
                 OmegaConf.update(root, f"{config.WHERE}.{option}", value, force_add=True)
+
+
+def settle_timeout(root: Any, model: Model | None) -> None:
+    """Give a version of a large model the time that its bytes take, unless the timeout was given."""
+    given = root.actor_rollout_ref.rollout.checkpoint_engine.get("engine_kwargs") or {}
+    ours = given.get(config.BACKEND) or {}
+    if model is not None and ours.get("timeout_s") is None:
+        size_bytes = model.elements * checks.SIZES.get(str(ours.get("dtype")), checks.SIZES["float32"])
+        OmegaConf.update(root, f"{config.WHERE}.timeout_s", config.Options.timeout_for(size_bytes), force_add=True)

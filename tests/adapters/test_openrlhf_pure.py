@@ -13,6 +13,7 @@ import tomllib
 
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.openrlhf import autoload, config, install
+from tensorhub_plugins.vllm.outlook import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +42,26 @@ def test_whose_flag_it_is(backend: str, ours: bool) -> None:
 def test_options(backend: str, expected: config.Options) -> None:
     assert config.parse(backend) == expected
     assert config.parse(config.to_flag(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "expected"),
+    [
+        ("tensorhub", None, 120.0),
+        ("tensorhub", Model(70_500_000_000), 120.0 + 282.0),
+        ("tensorhub:?timeout_s=120", Model(70_500_000_000), 120.0),
+    ],
+    ids=["unknown", "70B", "given"],
+)
+def test_a_version_of_a_large_model_may_take_longer(
+    backend: str, model: Model | None, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "model_of", {"hub/model": model}.get)
+    args = SimpleNamespace(
+        actor=SimpleNamespace(model_name_or_path="hub/model"), vllm=SimpleNamespace(sync_backend=backend)
+    )
+    found = config.settled(config.parse(backend), args)
+    assert config.parse(config.to_flag(found)).timeout_s == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""For how many workers matrices are cut: the rollouts' tensor parallel size, where they pull."""
+"""What follows from verl's configuration: for how many workers matrices are cut, and how long a version may take."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ omegaconf = pytest.importorskip("omegaconf")
 
 from tensorhub_plugins.core import UsageError  # noqa: E402
 from tensorhub_plugins.verl import config, driver  # noqa: E402
+from tensorhub_plugins.vllm.outlook import Model  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,22 @@ def test_experts_are_not_cut_for_expert_parallel_replicas(given, expected):
 def test_a_size_that_no_replica_has_is_refused():
     with pytest.raises(UsageError, match="slices"):
         config.parse({"slices": 0})
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "expected"),
+    [
+        ({}, None, 120.0),
+        ({"dtype": "bfloat16"}, Model(1_000_000), 120.0),
+        ({"dtype": "bfloat16"}, Model(70_500_000_000), 120.0 + 282.0),
+        ({}, Model(70_500_000_000), 120.0 + 564.0),
+        ({"dtype": "bfloat16", "timeout_s": 120}, Model(70_500_000_000), 120.0),
+    ],
+    ids=["unknown", "tiny", "70B", "70B in float32", "given"],
+)
+def test_a_version_of_a_large_model_may_take_longer(given, model, expected):
+    rollout = {"checkpoint_engine": {"engine_kwargs": {config.BACKEND: given}}}
+    root = omegaconf.OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+    driver.settle_timeout(root, model)
+    kwargs = root.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
+    assert config.parse(kwargs[config.BACKEND]).timeout_s == expected
