@@ -35,6 +35,7 @@ from tensorhub_plugins.core import (
 from tensorhub_plugins.verl import checks, config, hub, loading, null_worker, parts, steps
 from tensorhub_plugins.verl.versions import version_of_step
 from tensorhub_plugins.vllm.ray.config import connect
+from tensorhub_plugins.vllm.ray.handles import answer
 
 FIGURES_TIMEOUT_S = 1.0  # the trainer does not wait for what is only shown
 
@@ -100,7 +101,8 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         publisher.begin(version_of_step(step) - 1)
         if self.is_master and publisher.attempt and ray.is_initialized():
             with contextlib.suppress(ValueError):  # no replicas that pull
-                ray.get(ray.get_actor(null_worker.NAME).began.remote(publisher.attempt), timeout=self.options.timeout_s)
+                began = ray.get_actor(null_worker.NAME).began.remote(publisher.attempt)
+                answer(began, "told the replicas of the new attempt", timeout_s=self.options.timeout_s)
 
     def _ask_figures(self) -> Any:
         """Ask how the replicas that pull do, before the next version; None where verl's manager moves the weights."""

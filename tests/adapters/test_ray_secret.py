@@ -11,7 +11,7 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from tensorhub_plugins import core  # noqa: E402
-from tensorhub_plugins.core import Client, UsageError  # noqa: E402
+from tensorhub_plugins.core import Client, DeadlineExceeded, UsageError  # noqa: E402
 from tensorhub_plugins.core.cli import main  # noqa: E402
 from tensorhub_plugins.core.options import TrainingOptions  # noqa: E402
 from tensorhub_plugins.core.security import secret as core_secret  # noqa: E402
@@ -93,3 +93,25 @@ def test_ray_s_token_is_the_secret_where_there_is_one(tmp_path: Path, monkeypatc
     assert secret.choose().own() == by_text.own()
     monkeypatch.setenv("TENSORHUB_SECRET", "x" * 32)
     assert secret.choose().own() != by_text.own()
+
+
+def test_what_ray_has_not_done_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a node that was overloaded the run ended with "Get timed out: some object(s) not ready"."""
+
+    def get(*_: Any, **__: Any) -> Any:
+        raise ray.exceptions.GetTimeoutError("Get timed out: some object(s) not ready.")
+
+    monkeypatch.setattr(ray, "get", get)
+    for question in (lambda: hub.address_of(Asked()), lambda: hub.command_of(Asked(), "tcp://h:1")):
+        with pytest.raises(DeadlineExceeded, match="Ray has not started the hub on its head node: look whether"):
+            question()
+
+
+class Asked:
+    """An actor of which any method may be called."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def remote(self) -> None:
+        return None

@@ -11,8 +11,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import ray
 from ray import cloudpickle
+from ray.exceptions import GetTimeoutError
 
+from tensorhub_plugins.core import DeadlineExceeded
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
 
 
@@ -34,3 +37,13 @@ def sealed(seen: Iterable[Seen]) -> list[Seen]:
 def opened(roster: Iterable[Entry]) -> list[Entry]:
     """Unseal what `report` has returned."""
     return [replace(entry, handle=unseal(entry.handle)) for entry in roster]
+
+
+def answer(reference: Any, what: str, *, timeout_s: float) -> Any:
+    """Return what a call of an actor or a task returns. Raise DeadlineExceeded, which names what Ray has not done."""
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise DeadlineExceeded(
+            f"Ray has not {what}: look whether its nodes are overloaded, and into its logs", timeout_s=timeout_s
+        ) from error

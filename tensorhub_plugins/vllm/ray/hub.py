@@ -18,16 +18,18 @@ import ray
 from tensorhub_plugins.core import UsageError, ports_of
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import node_address
+from tensorhub_plugins.vllm.ray.handles import answer
 
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head node only
-START_TIMEOUT_S = 60.0  # an actor's process on a busy machine: seconds; placing it on a cluster that scales: more
+START_TIMEOUT_S = 300.0  # an actor's process on a busy machine: a minute; placing it on a cluster that scales: more
 ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
 
 
 def start(ports: str | None = None) -> tuple[Any, str]:
     """Return this job's hub, made if there is none: its actor and the hub's address. Ray ends it when its last handle
     is gone: the caller keeps it. ports: as of `StoreOptions`."""
-    host, port = ray.get(ray.remote(_free_address).options(**ON_HEAD).remote(ports), timeout=START_TIMEOUT_S)
+    address = ray.remote(_free_address).options(**ON_HEAD).remote(ports)
+    host, port = answer(address, "started a task on its head node", timeout_s=START_TIMEOUT_S)
     actor_class = ray.remote(_hub_class()).options(
         max_restarts=-1, max_task_retries=-1, name=secret.actor_name(), get_if_exists=True, **ON_HEAD
     )
@@ -39,12 +41,12 @@ def start(ports: str | None = None) -> tuple[Any, str]:
 
 
 def address_of(actor: Any) -> str:
-    return str(ray.get(actor.address.remote(), timeout=START_TIMEOUT_S))
+    return str(answer(actor.address.remote(), "started the hub on its head node", timeout_s=START_TIMEOUT_S))
 
 
 def command_of(actor: Any, address: str) -> str:
     """Return the command that shows on the head node what the hub knows."""
-    file = ray.get(actor.secret_file.remote(), timeout=START_TIMEOUT_S)
+    file = answer(actor.secret_file.remote(), "started the hub on its head node", timeout_s=START_TIMEOUT_S)
     return f"tensorhub status --hub {address} --secret-file {file}"
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import ray
 
 from tensorhub_plugins.core import SECRET_VARIABLE, Keys, keys_from_environment, new_secret
+from tensorhub_plugins.vllm.ray.handles import answer
 
-TIMEOUT_S = 60.0  # as long as the hub may take to start
+TIMEOUT_S = 300.0  # as long as the hub may take to start
 
 
 def choose() -> Keys:
@@ -35,7 +36,7 @@ def learn() -> str | None:
             actor = ray.get_actor(actor_name())
         except ValueError:
             return None
-        os.environ[SECRET_VARIABLE] = ray.get(actor.secret.remote(), timeout=TIMEOUT_S)
+        os.environ[SECRET_VARIABLE] = answer(actor.secret.remote(), "started the hub", timeout_s=TIMEOUT_S)
     return os.environ.get(SECRET_VARIABLE)
 
 
