@@ -92,7 +92,7 @@ def parse(backend: str) -> Options:
 
 
 def settled(given: Options, args: Any) -> Options:
-    """The options of a run: a version of a large model gets the time that its bytes take, unless the flag says
+    """Return the options of a run: a version of a large model gets the time that its bytes take, unless the flag says
     another. args: OpenRLHF's, parsed."""
     model = model_of(args.actor.model_name_or_path)
     if model is None or "timeout_s" in dict(parse_qsl(urlsplit(args.vllm.sync_backend).query)):
