@@ -29,6 +29,7 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
     # When a source counts as slow.
     slow_s: float = 0.5  # without a segment, or a notice that the source itself waits
     slow_far_s: float = 2.0  # across data centres: a lost packet or a full queue is no reason to begin again
+    waits_s: float = 10.0  # without a segment, whatever it says: twice what the source of a source has (stall_s)
     slow_segments: int = 8  # and not before so many could have come at its measured rate
     slow_rate: float = 0.25  # as a fraction of its best rate
     # Additional sources, and taking over the rest of a slow one.

@@ -264,7 +264,7 @@ class Replication:
             return
         state = self.shards[shard]
         source.is_open = True
-        source.heard(now)
+        source.begins(now)
         if state.missing is not None:
             self._go_on(shard, state, now)
         elif not state.is_preparing:

@@ -7,8 +7,9 @@ Dead, frozen and slow sources are handled alike, and no segment is on its way tw
 
 An additional source is asked for when all working ones are slow ("slow"), and more and more rarely while a transfer
 lasts ("idle"): then the hub only grants one that is near and idle. A source that waits for bytes itself is not slow;
-its own source is, and it deals with that itself. A source in another data centre is allowed more time: the segments in
-flight have used a scarce link, and would have to cross it again.
+its own source is, and it deals with that itself; but one that says so for `waits_s` is no better than a silent one. A
+source in another data centre is allowed more time: the segments in flight have used a scarce link, and would have to
+cross it again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.transfer.limits import TransferLimits
+
+PACE_SEGMENTS = 64  # a source of which so many have come within `waits_s` may wait before each of them
 
 
 class Assign(NamedTuple):
@@ -57,16 +60,30 @@ class Source:
     since: float = 0.0  # start of the current measurement of the rate
     count: int = 0
     is_slow: bool = False
+    asked_at: float = 0.0  # since when it has been asked for segments without a pause
+    came_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SEGMENTS))  # the last ones since then
+
+    def begins(self, now: float) -> None:
+        """Note that it is asked for bytes from now on."""
+        self.heard(now)
+        self.asked_at = now
+        self.came_at.clear()
 
     def heard(self, now: float) -> None:
         """Note that it is alive; the time until now does not count for its rate."""
         self.last_at, self.since, self.count = now, now, 0
+
+    def quiet_since(self, now: float) -> float:
+        """Return when it was last heard; that it waits itself does not count for ever, it may say so without end."""
+        came_at = self.came_at[-1] if self.came_at else self.asked_at
+        return came_at if now - came_at > self.limits.waits_s else self.last_at
 
     def arrived(self, segment: int, now: float, *, waited: bool) -> None:
         """Count a segment from it. waited: it had to wait for the bytes itself, so that this is not its speed."""
         del self.assigned[segment]
         self.given.append(segment)
         self.last_at = now
+        self.came_at.append(now)
         self.count += 1
         took = now - self.since
         if took >= self.limits.rate_s:
@@ -94,7 +111,16 @@ class Source:
         silent_s = now - last_at
         if silent_s > 1.0 / rate:  # the next one is overdue: use the observed rate
             rate = 1.0 / silent_s
-        return count / rate
+        return max(count / rate, self._waiting_s(count, now))
+
+    def _waiting_s(self, count: int, now: float) -> float:
+        """Return the same as of the last `waits_s`, with the time for which it waited itself; 0: it is no matter."""
+        since = max(self.asked_at, now - self.limits.waits_s)
+        came = sum(at >= since for at in self.came_at)
+        if self.is_far or not 0 < came < PACE_SEGMENTS:
+            return 0.0
+        rest_s = count * (now - since) / came
+        return rest_s if rest_s > self.limits.waits_s else 0.0
 
 
 @dataclass
@@ -133,13 +159,13 @@ class Shard:
         self.queue = deque(self.missing)
         self.began, self.additional_at = now, now + limits.additional_after_s
         for source in self.sources.values():
-            source.heard(now)
+            source.begins(now)
 
     def assign(self, session: bytes, segments: tuple[int, ...], now: float) -> None:
         """Assign the first segments of the queue to this source."""
         source = self.sources[session]
         if not source.assigned:
-            source.heard(now)
+            source.begins(now)
         for segment in segments:
             if self.queue.popleft() != segment:
                 raise AssertionError(f"segment {segment} is not the first of the queue")
@@ -166,7 +192,7 @@ def plan(shard: Shard, now: float) -> list[Action]:
     actions: list[Action] = []
     queue = deque(shard.queue)
     held = {session: dict(source.assigned) for session, source in shard.sources.items()}
-    last_at = {session: source.last_at for session, source in shard.sources.items()}
+    last_at = {session: source.quiet_since(now) for session, source in shard.sources.items()}
     while True:
         for session, assigned in held.items():
             source = shard.sources[session]
@@ -203,8 +229,9 @@ def _too_slow(
         return None
     for taker in idle:
         if taker.is_open:
-            mine_s = len(held[slowest]) / taker.rate if taker.rate else (0.0 if silent else rest_s)
-            if rest_s > taker.limits.takeover_ratio * mine_s + taker.limits.takeover_s:
+            limits, unproven_s = taker.limits, 0.0 if silent or rest_s > taker.limits.waits_s else rest_s
+            mine_s = len(held[slowest]) / taker.rate if taker.rate else unproven_s
+            if rest_s > limits.takeover_ratio * mine_s + limits.takeover_s:
                 return slowest
     return None
 
@@ -214,7 +241,9 @@ def reason_for_more(shard: Shard, now: float, limits: TransferLimits) -> Literal
     working = [source for source in shard.sources.values() if source.assigned]
     if not working or not shard.missing or shard.lender is not None or len(shard.sources) >= limits.sources_max:
         return None
-    if all(source.is_slow or source.is_silent(now, source.last_at) for source in working):
+    if all(source.is_slow or source.is_silent(now, source.quiet_since(now)) for source in working):
         return "slow"
-    lasting = now >= shard.additional_at and len(shard.missing) >= limits.additional_min_segments
-    return "idle" if lasting else None
+    if now < shard.additional_at:
+        return None
+    rest_s = max(source.rest_s(len(source.assigned), now, source.quiet_since(now)) for source in working)
+    return "idle" if len(shard.missing) >= limits.additional_min_segments or rest_s > limits.waits_s else None

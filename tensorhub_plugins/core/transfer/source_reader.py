@@ -74,6 +74,7 @@ class SourceReader:
         self._target: Target | None = None
         self._to_confirm = False
         self._link: Link | None = None
+        self._is_open = False
         self._closed = False
         self._refused = False  # the source's address refuses connections
         self._misled = False  # connected to an address that leads elsewhere from other hosts
@@ -86,7 +87,7 @@ class SourceReader:
     @property
     def stalls_at(self) -> float:
         """Return the instant at which to drop this source. Notices that it waits for bytes itself postpone it."""
-        if self._link is not None and self._target is not None and not self._busy and not self._to_confirm:
+        if self._is_open and not self._busy and not self._to_confirm:
             return float("inf")  # it has nothing to do
         heard_at = self._link.progress.heard_at if self._link is not None else 0.0
         return max(self._expected_at, heard_at + self._limits.stall_s)
@@ -151,6 +152,7 @@ class SourceReader:
     def _run(self) -> None:
         try:
             link, manifest = self._open()
+            self._is_open = True
             self._notify(events.Opened(self.shard, self.grant.session, manifest, self._slower))
             while self._wait():
                 if self._batches:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 
 from tensorhub_plugins.core import errors
+from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.transfer import events, runner
 from tensorhub_plugins.core.transfer.replication import Replication
-from tensorhub_plugins.core.types import CHECKPOINT
+from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader
+from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 
 class SlowHub:
@@ -54,3 +57,21 @@ def test_no_reader_writes_any_more_when_a_transfer_has_returned(writes: bool) ->
     with pytest.raises(errors.HubUnreachable):
         transfer.run()
     assert said == ["close", None if writes else runner.OPENING_S]
+
+
+def test_a_source_that_was_opened_and_is_asked_for_nothing_is_not_taken_for_frozen() -> None:
+    """An additional source may wait long until another one leaves it something. The control: one that is opened."""
+    machine = Replication(1, 0, (CHECKPOINT,), False, 1e9, 1e9)
+    grant = m.Grant(0, b"s" * 16, "a/0", {"tcp": "x"}, Location(), b"root", 1)
+    inbox: Events = queue.SimpleQueue()
+    link = SimpleNamespace(open=lambda *_, **__: None, close=lambda: None, progress=SimpleNamespace(heard_at=0.0))
+    transport = SimpleNamespace(connect=lambda *_, **__: link)
+    reader = SourceReader(ShardKey(1, CHECKPOINT), grant, {"tcp": transport}, machine, inbox)
+    assert reader.stalls_at < float("inf")
+    reader.start()
+    try:
+        assert isinstance(inbox.get(timeout=10)[1], events.Opened)
+        assert reader.stalls_at == float("inf")
+    finally:
+        reader.close()
+        reader.join(10)

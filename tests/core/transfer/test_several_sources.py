@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from replication_story import A, B, C, Story, grant, granted, manifest
+from replication_story import LIMITS, A, B, C, Story, grant, granted, manifest
 
 from tensorhub_plugins.core import errors
 from tensorhub_plugins.core.transfer import replication as r
@@ -99,6 +99,42 @@ def test_a_source_that_waits_itself_is_not_slow_and_one_that_hangs_is():
         if asked:
             (ask,) = asked
             assert ask.acquire.beside == (A,) and ask.acquire.shards == (0,)
+
+
+def drip(every_s: float, until: float) -> tuple[Story, list[r.Effect]]:
+    """A says all the time that it waits itself, and a segment comes so rarely; B is granted when it is asked for."""
+    story, of = Story(), manifest(12)
+    story.open(1, (A, of))
+    story.now = 0.5  # its rate was good until then
+    for segment in range(8):
+        story.then(r.Arrived(0, A, segment, True))
+    effects: list[r.Effect] = []
+    due, segment = story.now + every_s, 8
+    while story.now < until and not story.machine.finished:
+        story.now += 0.25
+        came = [r.Arrived(0, A, segment, True, True)] if story.now >= due else []
+        due, segment = due + every_s * len(came), segment + len(came)
+        for event in (r.SourceWaiting(0, A), *came, r.Tick()):
+            effects += (new := story.then(event))
+            if any(isinstance(effect, r.AskSources) for effect in new):
+                effects += story.then(msgspec.structs.replace(granted(2, grant(0, B, of)), additional=True))
+                effects += story.then(r.Opened(0, B, of))
+    return story, effects
+
+
+def test_a_source_that_says_for_ever_that_it_waits_is_left_for_another():
+    story, effects = drip(1e9, until=LIMITS.waits_s + 3.0)
+    assert r.Close(0, A) in effects and r.Read(0, B, (8, 9, 10, 11)) in effects
+    assert story.machine.losses == ["shard 0 from a/0: it was slow, another took over its rest"]
+    early, effects = drip(1e9, until=LIMITS.waits_s - 1.0)  # the control: its own source may have been lost
+    assert not early.machine.losses and r.Close(0, A) not in effects
+
+
+def test_a_source_of_which_a_segment_comes_now_and_then_is_left_for_another():
+    story, effects = drip(9.0, until=30.0)
+    assert r.Close(0, A) in effects and r.Read(0, B, (9, 10, 11)) in effects
+    steady, effects = drip(0.5, until=30.0)  # the control
+    assert not steady.machine.losses and r.Close(0, A) not in effects
 
 
 def test_a_source_in_another_data_centre_is_given_more_time():
