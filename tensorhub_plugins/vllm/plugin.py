@@ -191,6 +191,13 @@ def _add_generative_scores(serving: Any) -> None:
     _once(serving.ServingGenerativeScoring, generative_scores_of_one_version)
 
 
+def _add_transcripts(serving: Any) -> None:
+    from tensorhub_plugins.vllm.engine.pooling import transcripts_of_one_version
+
+    base = getattr(serving, "SpeechToTextBaseServing", None) or serving.OpenAISpeechToText  # its name before vLLM 0.25
+    _once(base, transcripts_of_one_version)
+
+
 def _add_offline_beams(offline: Any) -> None:
     from tensorhub_plugins.vllm.engine.pooling import offline_beams_of_one_version
 
@@ -260,6 +267,7 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
     "vllm.entrypoints.generate.beam_search.offline": _add_offline_beams,
     "vllm.entrypoints.generate.generative_scoring.serving": _add_generative_scores,
     "vllm.entrypoints.pooling.offline": _add_offline_pooling,
+    "vllm.entrypoints.speech_to_text.base.serving": _add_transcripts,
 }
 
 

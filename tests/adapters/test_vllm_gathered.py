@@ -167,6 +167,51 @@ def test_what_generates_in_several_requests_answers_from_one_version(way: str) -
     assert computed(Serving(0), way) == [0, 0, 7]
 
 
+class Speech(Serving):
+    """Speaks as vLLM's: the pieces of a stream are computed while it is sent."""
+
+    async def _preprocess_speech_to_text(self, audio: Any) -> tuple[list[Any], float]:
+        return [None] * self.inputs, 1.0
+
+    async def _create_speech_to_text(self, audio: Any, *, stream: bool) -> Any:
+        pieces, _ = await self._preprocess_speech_to_text(audio)
+        said = self._pieces(len(pieces))
+        return said if stream else [piece async for piece in said]
+
+    async def _pieces(self, count: int) -> AsyncIterator[int]:
+        for piece in range(count):
+            yield epoch(self.core)
+            if self.changes and not piece:
+                self.changes -= 1
+                self.caches.forget()
+
+
+def transcript(serving: Speech, *, stream: bool, ours: bool = True) -> list[int]:
+    class Wrapped(Speech):
+        pass
+
+    pooling.transcripts_of_one_version(Wrapped, lambda _: ours)
+    serving.__class__ = Wrapped
+
+    async def transcribe() -> list[int]:
+        answer = await serving._create_speech_to_text("audio", stream=stream)
+        return [piece async for piece in answer] if stream else answer
+
+    return asyncio.run(transcribe())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_recording_in_pieces_is_transcribed_by_one_version(stream: bool) -> None:
+    from fastapi import HTTPException
+
+    assert transcript(Speech(1, 3), stream=stream, ours=False) == [0, 1, 1]  # the control
+    assert transcript(Speech(1, 3), stream=stream) == [1, 1, 1]
+    assert transcript(Speech(0, 3), stream=stream) == [0, 0, 0]
+    assert transcript(Speech(pooling.ATTEMPTS_MAX, 1), stream=stream) == [0]  # a request of its own, asked once
+    with pytest.raises(HTTPException, match="ask again"):
+        transcript(Speech(pooling.ATTEMPTS_MAX, 2), stream=stream)
+
+
 @pytest.mark.parametrize("way", ["pooling", *WAYS])
 def test_weights_that_never_rest_are_said(way: str) -> None:
     from fastapi import HTTPException
@@ -257,14 +302,16 @@ def test_vllm_has_what_is_wrapped() -> None:
     from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
     from vllm.entrypoints.pooling.scoring.serving import ServingScores
+    from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing as Speaks
 
     from tensorhub_plugins.vllm.plugin import register
 
     register()
     register()
     generates = (BeamSearchOnlineMixin.beam_search, ServingGenerativeScoring.create_generative_scoring)
+    speaks = (Speaks._preprocess_speech_to_text, Speaks._create_speech_to_text)
     offline = (LLM.beam_search, LLM.score, LLM.encode)
-    for function in (PoolingBaseServing._collect_batch, ServingScores.__init__, *generates, *offline):
+    for function in (PoolingBaseServing._collect_batch, ServingScores.__init__, *generates, *speaks, *offline):
         assert not hasattr(function.__wrapped__, "__wrapped__")  # once
     assert ServingScores._collect_batch is PoolingBaseServing._collect_batch
     assert callable(PoolingBaseServing._prepare_generators)

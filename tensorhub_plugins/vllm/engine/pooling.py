@@ -1,6 +1,7 @@
 """Answers that `vllm serve`, or vLLM's `LLM`, makes of several requests: the score of a query and a document, whose
 embeddings are requests of their own, or the embedding of a text in chunks; a beam search, each of whose steps is asked
-for by itself; generative scores. Each is of one version, or asked for again.
+for by itself; generative scores; the transcript of a recording that is cut into pieces. Each is of one version, or
+asked for again.
 
 A request by itself is of one version by what workers forget of it at an install (worker/progress.py).
 """
@@ -8,6 +9,7 @@ A request by itself is of one version by what workers forget of it at an install
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -72,6 +74,43 @@ def generative_scores_of_one_version(serving: Any, is_ours: Callable[[Any], bool
     serving.create_generative_scoring = create_generative_scoring
 
 
+_pieces: ContextVar[int] = ContextVar("into which the recording of this request was cut", default=0)
+
+
+def transcripts_of_one_version(serving: Any, is_ours: Callable[[Any], bool]) -> None:
+    """Wrap vLLM's SpeechToTextBaseServing. The stream of several pieces comes when all of it is there: what was sent
+    cannot be asked for again."""
+    preprocess, create = serving._preprocess_speech_to_text, serving._create_speech_to_text
+
+    @wraps(preprocess)
+    async def preprocess_speech_to_text(self: Any, *args: Any, **options: Any) -> Any:
+        prepared = await preprocess(self, *args, **options)
+        _pieces.set(len(prepared[0]))
+        return prepared
+
+    @wraps(create)
+    async def create_speech_to_text(self: Any, *args: Any, **options: Any) -> Any:
+        async def compute(_: int) -> Any:
+            answer = await create(self, *args, **options)
+            if hasattr(answer, "__aiter__") and _pieces.get() > 1:
+                return _replayed([part async for part in answer])
+            return answer
+
+        if not is_ours(self.engine_client.vllm_config):
+            return await create(self, *args, **options)
+        return await _while_weights_rest(self.engine_client, compute, lambda: _pieces.get() > 1)
+
+    serving._preprocess_speech_to_text, serving._create_speech_to_text = (
+        preprocess_speech_to_text,
+        create_speech_to_text,
+    )
+
+
+async def _replayed(parts: list[T]) -> AsyncIterator[T]:
+    for part in parts:
+        yield part
+
+
 def offline_beams_of_one_version(mixin: Any, is_ours: Callable[[Any], bool]) -> None:
     """Wrap vLLM's BeamSearchOfflineMixin, a base of `LLM`."""
     mixin.beam_search = _computed_at_rest(mixin.beam_search, is_ours, lambda *_, **__: True)
@@ -109,12 +148,15 @@ def _epoch_here(engine: Any) -> int:
     return int(client.engine_core.tensorhub_epoch())
 
 
-async def _while_weights_rest(engine: Any, compute: Callable[[int], Awaitable[T]]) -> T:
-    """What was computed while the weights changed is computed again; HTTP 503 after ATTEMPTS_MAX changes."""
+async def _while_weights_rest(
+    engine: Any, compute: Callable[[int], Awaitable[T]], is_of_several: Callable[[], bool] = lambda: True
+) -> T:
+    """What was computed while the weights changed is computed again, if it is of several requests; HTTP 503 after
+    ATTEMPTS_MAX changes."""
     for attempt in range(ATTEMPTS_MAX):
         before = await _epochs(engine)
         computed = await compute(attempt)
-        if await _epochs(engine) == before:
+        if not is_of_several() or await _epochs(engine) == before:
             return computed
     from fastapi import HTTPException
 
