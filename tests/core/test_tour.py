@@ -169,7 +169,7 @@ TOUR = [
     ("core/client/destinations.py", "Destinations (fields)"),
     ("core/client/destinations.py", "Destinations.__init__"),
     ("core/client/destinations.py", "Destinations.begin"),
-    ("core/client/destinations.py", "Destinations.expect"),
+    ("core/client/destinations.py", "Destinations.announce_read"),
     ("core/client/destinations.py", "Destinations.prepare"),
     ("core/client/destinations.py", "Destinations.verified"),
     ("core/client/destinations.py", "Destinations.complete"),

@@ -73,7 +73,7 @@ class OneOffer:
     def find(self, key: ShardKey) -> Offer | None:
         return self.offer if key == self.offer.key else None
 
-    def expect(self, key: ShardKey, as_of: int, deadline: float) -> Offer | None:
+    def await_offer(self, key: ShardKey, as_of: int, deadline: float) -> Offer | None:
         return self.find(key)
 
 

@@ -177,7 +177,7 @@ def publisher_of(stage: Stage, rank: int) -> Publisher:
         slab.__class__ = NotWritten
         return slab
 
-    budget = SimpleNamespace(expect=lambda *_, **__: None)
+    budget = SimpleNamespace(check=lambda *_, **__: None)
     client: Any = SimpleNamespace(allocate=allocate, pool=pool, budget=budget, digest=NO_DIGESTS)
     how: dict[str, Any] = {"keep": 2, "timeout_s": 1.0, "slices": stage.tp, "slices_experts": True}
     return Publisher(client, rank=rank, ranks=stage.ranks, worker=f"trainer/{rank}", **how)

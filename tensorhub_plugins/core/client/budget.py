@@ -22,7 +22,7 @@ class Budget:
         self.worker, self.refuses = worker, refuses
         self.size_bytes = machine.total_bytes() // 2 if size_bytes is None else size_bytes
 
-    def expect(self, need: Need, *, workers: int = 1, mend: str) -> None:
+    def check(self, need: Need, *, workers: int = 1, mend: str) -> None:
         """Log what this worker is about to use. workers: on this host, which use as much each. mend: what a user can do
         about it. Raise UsageError where the host has less free, or the budget is less and refuses the excess.
         """

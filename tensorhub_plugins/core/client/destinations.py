@@ -134,7 +134,7 @@ class Destinations:
         """Return whether a checkpoint is read in part: nothing of it can be served to others."""
         return self._wanted is not None or (self._into is not None and self._into.in_part)
 
-    def expect(self, key: ShardKey) -> None:
+    def announce_read(self, key: ShardKey) -> None:
         if self.serve:
             self._serving.grant(self._read, key)
 

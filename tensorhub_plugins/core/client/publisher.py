@@ -373,7 +373,7 @@ class Publisher:
         """Report the memory of its share of one version, once. Raise UsageError where it does not fit."""
         if not self._is_said:
             mend = "keep fewer versions, publish them in a smaller dtype, or train on more hosts"
-            self.client.budget.expect(Need(size_bytes, self.keep + 1), workers=_ranks_here(), mend=mend)
+            self.client.budget.check(Need(size_bytes, self.keep + 1), workers=_ranks_here(), mend=mend)
         self._is_said = True
 
     def _cast_spec(self, spec: TensorSpec) -> TensorSpec:

@@ -1,7 +1,8 @@
 """The shell of the pure `Shelf`: serves what is on it, and announces it to the hub.
 
-Transports' threads look up offers here (`find`, `expect`); the client's callers publish, unpublish and read. Decisions
-are taken under one lock; their effects, messages to the hub or disconnected readers, are carried out outside of it.
+Transports' threads look up offers here (`find`, `await_offer`); the client's callers publish, unpublish and read.
+Decisions are taken under one lock; their effects, messages to the hub or disconnected readers, are carried out outside
+of it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Serving:
         with self._changed:
             return self._shelf.find(key)
 
-    def expect(self, key: ShardKey, request_id: int, deadline: float) -> Offer | None:
+    def await_offer(self, key: ShardKey, request_id: int, deadline: float) -> Offer | None:
         """Wait for an offer that this worker was just told to read. Part of the transports' Shelf protocol."""
         until = Deadline(deadline)
         with self._changed:

@@ -143,7 +143,7 @@ class Hub:
                 assert_never(event)
         while history := self.registry.waiters.pop_dirty():
             self._run_ready(history, now)
-        return self._outbox.take()
+        return self._outbox.drain()
 
     def next_deadline(self, now: float) -> float:
         """Return when the next Tick is due at the latest."""
@@ -243,7 +243,7 @@ class Hub:
         while changed := self.registry.waiters.pop_dirty():
             self._run_ready(changed, now)
         validate(self.registry)
-        return self._outbox.take()
+        return self._outbox.drain()
 
     def _check_lease(self, lease: Lease, now: float) -> None:
         """End a lease that is over: at its deadline, which its reader knows; at the bound of all leases, or because it

@@ -36,7 +36,7 @@ class Outbox:
     def __init__(self) -> None:
         self._effects: list[Effect] = []
 
-    def take(self) -> list[Effect]:
+    def drain(self) -> list[Effect]:
         """Return the effects so far, and forget them."""
         effects, self._effects = self._effects, []
         return effects

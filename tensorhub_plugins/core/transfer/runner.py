@@ -67,7 +67,7 @@ class Hub(Protocol):
 class Destinations(Protocol):
     """Where the bytes of a transfer go, and what is notified of its progress; called in the caller's thread."""
 
-    def expect(self, key: ShardKey) -> None:
+    def announce_read(self, key: ShardKey) -> None:
         """Announce that this shard will be read: peers that ask for it may wait for `prepare`."""
 
     def prepare(self, key: ShardKey, manifest: Manifest, loan: Borrowed | None = None) -> Slab:
@@ -233,7 +233,7 @@ class Transfer:
                 self._restart(layout)
             case events.Open(key, grant, _):
                 self._granted_at = self._granted_at or time.monotonic()
-                self._destinations.expect(key)
+                self._destinations.announce_read(key)
                 reader = SourceReader(key, grant, self._transports, self._machine, self._events)
                 self._readers[key.shard, grant.session] = reader
                 reader.start()

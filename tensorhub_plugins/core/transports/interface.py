@@ -44,7 +44,7 @@ class Shelf(Protocol):
         """Return the offer of this shard, or None when there is none (any more)."""
         ...
 
-    def expect(self, key: ShardKey, as_of: int, deadline: float) -> Offer | None:
+    def await_offer(self, key: ShardKey, as_of: int, deadline: float) -> Offer | None:
         """Do as `find`, but wait for an offer that is about to be made, because this worker was told to read the shard.
 
         Return None at the deadline, an instant of time.monotonic(), and at once when no such offer is to come."""
@@ -60,7 +60,7 @@ def find_offer(shelf: Shelf, key: ShardKey, as_of: int, check: Callable[[], None
     while offer is None:
         check()
         looks_at = min(expires_at, time.monotonic() + CHECK_S)
-        offer = shelf.expect(key, as_of, looks_at)
+        offer = shelf.await_offer(key, as_of, looks_at)
         if looks_at == expires_at or time.monotonic() < looks_at:  # in vain, or no such offer is to come
             break
     if offer is None or offer.created_after > as_of:

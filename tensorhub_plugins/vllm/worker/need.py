@@ -21,7 +21,7 @@ def say(
     size_bytes = sum(tensor.nbytes for tensor in weights.tensors(model).values())
     more = quantize.memory_bytes(model, shard_count) if makes_blocks else online.more_bytes(model)
     need = Need(size_bytes, copies, more, "while it quantizes a checkpoint of floats")
-    client.budget.expect(need, workers=workers_of_host(vllm_config), mend=MEND)
+    client.budget.check(need, workers=workers_of_host(vllm_config), mend=MEND)
 
 
 def workers_of_host(vllm_config: Any) -> int:

@@ -70,7 +70,7 @@ def test_the_default_is_half_of_what_there_is(stage):
 
 def test_what_a_worker_will_take_is_said(caplog):
     with caplog.at_level("INFO"):
-        Budget("trainer/0", 10 * MEGABYTE).expect(Need(3 * MEGABYTE, 3), workers=8, mend="less")
+        Budget("trainer/0", 10 * MEGABYTE).check(Need(3 * MEGABYTE, 3), workers=8, mend="less")
     (text,) = caplog.messages
     assert text == (
         "trainer/0 takes up to 9.0 MB of host memory (3 copies of the 3.0 MB that it has of a version), and the 8 of "
@@ -81,31 +81,31 @@ def test_what_a_worker_will_take_is_said(caplog):
 
 def test_what_is_taken_only_for_a_while_counts_as_well(caplog):
     need = Need(3 * MEGABYTE, 2, 5 * MEGABYTE, "while it thinks")
-    Budget("e/0", 10 * MEGABYTE).expect(need, mend="think less")
+    Budget("e/0", 10 * MEGABYTE).check(need, mend="think less")
     said = (
         "e/0 takes up to 11.0 MB of host memory (2 copies of the 3.0 MB that it has of a version, and 5.0 MB while it"
     )
     assert f"{said} thinks), above its budget of 10.0 MB: think less" in caplog.text
     caplog.clear()
-    Budget("e/0", 10 * MEGABYTE).expect(need._replace(more_bytes=0), mend="think less")  # the control
+    Budget("e/0", 10 * MEGABYTE).check(need._replace(more_bytes=0), mend="think less")  # the control
     assert not caplog.text
 
 
 def test_more_than_the_budget_is_said_or_refused_at_once(caplog):
     need, mend = Need(3 * MEGABYTE, 3), "keep fewer versions"
-    Budget("trainer/0", 8 * MEGABYTE).expect(need, mend=mend)
+    Budget("trainer/0", 8 * MEGABYTE).check(need, mend=mend)
     assert "9.0 MB of host memory" in caplog.text and "above its budget of 8.0 MB: keep fewer versions" in caplog.text
     with pytest.raises(UsageError, match=r"trainer/0 takes up to 9.0 MB.*above its budget of 8.0 MB: keep fewer"):
-        Budget("trainer/0", 8 * MEGABYTE, refuses=True).expect(need, mend=mend)
-    Budget("trainer/0", 9 * MEGABYTE, refuses=True).expect(need, mend=mend)
+        Budget("trainer/0", 8 * MEGABYTE, refuses=True).check(need, mend=mend)
+    Budget("trainer/0", 9 * MEGABYTE, refuses=True).check(need, mend=mend)
 
 
 def test_more_than_the_host_has_is_refused_whatever_the_budget():
     half = available_bytes() // 2
     with pytest.raises(UsageError, match="are free there: keep fewer"):
-        Budget("trainer/0", 1 << 60).expect(Need(half, 3), mend="keep fewer versions")
+        Budget("trainer/0", 1 << 60).check(Need(half, 3), mend="keep fewer versions")
     with pytest.raises(UsageError, match="and the 64 of its host"):
-        Budget("trainer/0", 1 << 60).expect(Need(half // 16, 1), workers=64, mend="")
+        Budget("trainer/0", 1 << 60).check(Need(half // 16, 1), workers=64, mend="")
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["at the start", "with the first version"])

@@ -247,7 +247,7 @@ def test_a_fault_of_the_shelf_costs_one_connection(caplog):
         def find(self, key):
             raise ZeroDivisionError
 
-        def expect(self, key, as_of, deadline):
+        def await_offer(self, key, as_of, deadline):
             raise ZeroDivisionError
 
     with contextlib.closing(TcpTransport()) as source, contextlib.closing(TcpTransport()) as reader:

@@ -37,7 +37,7 @@ class SimpleShelf:
         self._offers = {offer.key: offer for offer in offers}
         self._changed = threading.Condition()
         self._expected: set[ShardKey] = set()
-        self.waiting = 0  # threads that wait in `expect`
+        self.waiting = 0  # threads that wait in `await_offer`
 
     def put(self, offer: Offer) -> Offer:
         """Offer this from now on; returns it."""
@@ -55,7 +55,7 @@ class SimpleShelf:
         offer = self._offers.get(key)
         return None if offer is None or offer.withdrawn else offer
 
-    def expect(self, key: ShardKey, as_of: int, deadline: float) -> Offer | None:
+    def await_offer(self, key: ShardKey, as_of: int, deadline: float) -> Offer | None:
         with self._changed:
             self.waiting += 1
             self._changed.wait_for(lambda: key not in self._expected, deadline - time.monotonic())
