@@ -328,7 +328,7 @@ def fetch_status(address: str, *, timeout_s: float = 5.0, keys: Keys | None = No
     """Return the hub's report. Raise HubUnreachable when none answers in time, UsageError when it does not admit us, or
     its name does not exist. address: one or several, separated by commas, which share timeout_s."""
     deadline, addresses = Deadline.after(timeout_s), hub_addresses(address)
-    keys = secret.from_environment() if keys is None else keys
+    keys = secret.given(keys)
     problems: list[TensorHubError] = []
     for number, each in enumerate(addresses):
         left_s = deadline.remaining() / (len(addresses) - number)
@@ -409,7 +409,7 @@ def direct(
         connect_timeout_s=deadline.remaining(),
         on_source_gone=lambda session: None,
         on_may_release=lambda effect: None,
-        keys=secret.from_environment() if keys is None else keys,
+        keys=secret.given(keys),
     )
     try:
         link.ask(lambda number: kind(number, version, deadline.remaining()), deadline).result()

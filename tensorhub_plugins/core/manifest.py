@@ -30,6 +30,7 @@ SEGMENT_SIZE_BYTES = 4 << 20  # at most: the work per segment is negligible at 1
 SEGMENT_SIZE_BYTES_MIN = 256 << 10
 SEGMENTS_AIM = 256  # of one shard: a chain of readers delays its end by one segment each
 TENSORS_MAX = 1 << 20  # a 1T-parameter mixture-of-experts checkpoint has about 200,000 tensors
+TABLE_SIZE_BYTES_MAX = 160 << 20  # encoded: with the digests of 16 TiB it is one message of a transport
 SHARD_SIZE_BYTES_MAX = 1 << 44  # 16 TiB: far above any one worker's memory, far below overflow
 LARGE_SIZE_BYTES = 4 << 20  # of a table, about 50,000 tensors: decoding all at once would block other threads
 ELEMENTS_MAX = 1 << 62  # that torch's numbers can hold
@@ -106,14 +107,14 @@ class TensorTable(Sequence[TensorSpec]):
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec]) -> TensorTable:
-        """Return the table of these tensors, sorted by name. Raise UsageError for a name that comes twice."""
+        """Return the table of these tensors, by name. Raise UsageError for a name that comes twice, or too many."""
         if isinstance(specs, TensorTable):
             return specs
         made = cls(sorted(specs, key=lambda spec: spec.name))
         for one, other in pairwise(made.specs):
             if one.name == other.name:
                 raise UsageError(f"tensor {one.name!r} is there twice")
-        return _tables.setdefault(made.encoded, made)
+        return _tables.setdefault(made._within_limits().encoded, made)
 
     @classmethod
     def decode(cls, encoded: bytes) -> TensorTable:
@@ -130,6 +131,16 @@ class TensorTable(Sequence[TensorSpec]):
     def check(self) -> TensorTable:
         """Return self, or raise ProtocolError: too many, names not sorted or not unique, or a negative size."""
         _ = self._holds_together
+        return self
+
+    def _within_limits(self) -> TensorTable:
+        """Return self, or raise UsageError for what no reader would accept as one shard."""
+        is_small = len(self) <= TENSORS_MAX and len(self.encoded) <= TABLE_SIZE_BYTES_MAX
+        if not is_small or self.size_bytes > SHARD_SIZE_BYTES_MAX:
+            raise UsageError(
+                f"{len(self)} tensors of {self.size_bytes} bytes, with {len(self.encoded)} of names and shapes: the "
+                f"limits of a shard are {TENSORS_MAX}, {SHARD_SIZE_BYTES_MAX} and {TABLE_SIZE_BYTES_MAX}; use several"
+            )
         return self
 
     @cached_property

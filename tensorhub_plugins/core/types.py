@@ -10,6 +10,7 @@ import msgspec
 from tensorhub_plugins.core.errors import UsageError
 
 VERSION_MAX = 1 << 48  # what a message can hold
+VERSION_LENGTH_MAX = 32  # of its text, with zeros before it
 STEPS_PER_ATTEMPT = 10**9  # version = attempt * STEPS_PER_ATTEMPT + step: a restarted trainer makes newer ones
 STEPS_AHEAD_MAX = (
     10**6
@@ -131,7 +132,8 @@ def version_label(version: int) -> str:
 def parse_version(text: str) -> int:
     """Return the version that users write as a number, or as `version_label`. Raise UsageError for anything else."""
     attempt, slash, step = text.rpartition("/")
-    if not (text.isascii() and step.isdigit() and (attempt.isdigit() if slash else True)):
+    is_short = text.isascii() and len(text) <= VERSION_LENGTH_MAX
+    if not (is_short and step.isdigit() and (attempt.isdigit() if slash else True)):
         raise UsageError(f"version {text!r:.80}: give a step, or attempt/step as `tensorhub status` shows it: 1/6")
     return check_version(version_of(int(attempt), int(step)) if slash else int(step))
 

@@ -48,8 +48,8 @@ def check_identity(shard: int, shard_count: int, **names: str) -> None:
     """Raise UsageError unless these name one shard of one replica."""
     for what, name in names.items():
         check_name(what, name)
-    if not 0 <= shard < shard_count <= SHARDS_MAX:
-        raise UsageError(f"shard {shard} of {shard_count}: shards count from 0, {SHARDS_MAX} at most")
+    if {type(shard), type(shard_count)} != {int} or not 0 <= shard < shard_count <= SHARDS_MAX:
+        raise UsageError(f"shard {shard!r:.80} of {shard_count!r:.80}: shards count from 0, {SHARDS_MAX} at most")
 
 
 def check_flags(**flags: object) -> None:

@@ -132,7 +132,7 @@ class Client:
         arguments.check_budget(memory_budget_bytes, over_budget)
         resources.begin_client()
         self.replica, self.shard, self.shard_count, self._worker = replica, shard, shard_count, f"{replica}/{shard}"
-        keys = secret.from_environment() if keys is None else keys
+        keys = secret.given(keys)
         self._verify, self.digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
         self._location = arguments.check_location(arguments.here() if location is None else location)
@@ -433,9 +433,11 @@ class Client:
 
     def hand_over(self, timeout_s: float = 25.0) -> bool:
         """Prepare to leave: unpublish all that this worker serves, newest first, and wait until another worker has what
-        only it has. Return whether nothing was left in time. Raise UsageError for a timeout that is no number, and no
-        other error. In a signal's handler, call it in a thread: `threading.Thread(target=client.hand_over).start()`."""
+        only it has. Return whether nothing was left in time. Raise UsageError for a timeout that is no number, and in
+        a forked child; no other error. In a signal's handler, call it in a thread:
+        `threading.Thread(target=client.hand_over).start()`."""
         timeout_s = bounded(timeout_s)
+        check_not_forked(self._pid, "client")
         self._hub.leave()
         return hand_over(self, timeout_s)
 

@@ -126,7 +126,7 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_address(address)
-        keys = secret.from_environment() if keys is None else keys
+        keys = secret.given(keys)
         if keys is None and not (insecure or is_loopback(address)):
             raise UsageError(
                 f"without a secret everybody who reaches {address} could read and write weights: set "

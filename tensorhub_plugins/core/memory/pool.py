@@ -142,7 +142,8 @@ class SlabPool:
 
     def _idle(self) -> list[Slab]:
         """Remove and return the slabs that were idle for too long: the tensors have changed since."""
-        round_ = max(1, len(self._handed_out))
+        # Slabs that are used again and again are taken in turn, once each; one that was used once may never be again.
+        round_ = max(1, sum(slab not in self._free or uses > 1 for slab, uses in self._handed_out.items()))
         idle = [slab for slab, last in self._free.items() if self._takes - last > IDLE_ROUNDS_MAX * round_]
         for slab in idle:
             self._forget(slab)

@@ -178,7 +178,7 @@ class Slab:
         spec, target = self._target_of(name, tensor)
         with torch.inference_mode():  # inference mode can write inference tensors and normal ones
             if tensor.is_conj() or tensor.is_neg() or stride_of(tensor) != spec.stride:
-                devices.copy_all([(target, tensor)])
+                devices.copy_all([_as_bytes(target, tensor)])
             elif spec.size_bytes:
                 _copy_flat(
                     flat_bytes(tensor), flat_bytes(target), deadline
@@ -520,6 +520,13 @@ class Slab:
         flats[-1] = flats[-1][:take]
         flats[0] = flats[0][skip:]
         return flats
+
+
+def _as_bytes(target: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return these as bytes where that is what their elements are: torch copies some such dtypes in no other way."""
+    if tensor.element_size() > 1 or tensor.is_neg():
+        return target, tensor
+    return target.view(torch.uint8), tensor.view(torch.uint8)
 
 
 def _copy_flat(source: torch.Tensor, target: torch.Tensor, deadline: float) -> None:

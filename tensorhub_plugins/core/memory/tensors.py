@@ -144,7 +144,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
             f"tensor {name!r} is a {type(tensor).__name__}, a wrapper around other tensors: pass those "
             "(a DTensor's full_tensor() or to_local())"
         )
-    if tensor.is_quantized:
+    if tensor.is_quantized or str(tensor.dtype).startswith("torch.q"):  # the latter: a view of other bytes
         raise UsageError(f"tensor {name!r} is {tensor.layout} {tensor.dtype}: its bytes do not say all that it holds")
 
 

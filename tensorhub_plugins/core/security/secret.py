@@ -21,6 +21,13 @@ def generate() -> Keys:
     return Keys.of(os.urandom(KEY_SIZE_BYTES))
 
 
+def given(keys: Keys | None) -> Keys | None:
+    """Return these keys; None: the environment's. Raise UsageError for anything else."""
+    if keys is not None and not isinstance(keys, Keys):
+        raise UsageError(f"keys: a {type(keys).__name__} is no key: `keys_from_environment` reads a secret's file")
+    return from_environment() if keys is None else keys
+
+
 def from_environment() -> Keys | None:
     """Return the keys that TENSORHUB_SECRET_FILE or TENSORHUB_SECRET give; None: neither is set. Raise UsageError."""
     path = os.environ.get(FILE_VARIABLE)

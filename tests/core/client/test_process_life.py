@@ -48,6 +48,7 @@ CALLS: dict[str, Callable[[Client], Any]] = {
     "abandon": lambda c: c.abandon(1, CHECKPOINT),
     "allocate": lambda c: c.allocate([]),
     "serving": lambda c: c.serving(),
+    "hand_over": lambda c: c.hand_over(0.1),
     "find": lambda c: c.find(ShardKey(1, CHECKPOINT)),
 }
 

@@ -67,6 +67,14 @@ def test_slabs_of_tensors_that_come_no_more_are_let_go(pool):
     assert all(map(is_closed, old))
 
 
+def test_tensors_that_are_others_each_time_take_no_more_memory_each_time(pool):
+    slabs = []
+    for size in range(10 * IDLE_ROUNDS_MAX):
+        slabs.append(pool.take([spec_of("w", torch.zeros(1 + size))]))
+        pool.give_back(slabs[-1])
+    assert sum(not is_closed(slab) for slab in slabs) <= IDLE_ROUNDS_MAX + 1
+
+
 def test_slabs_that_are_taken_in_turn_are_all_kept(pool):
     shards = [[spec_of(f"w{k}", torch.zeros(10))] for k in range(6)]
     first = [pool.take(specs) for specs in shards]

@@ -182,6 +182,7 @@ def quantized():
         (torch.zeros(1).expand(5), "overlaps itself"),
         (torch.zeros(2, 3).to_sparse(), "do not say all"),
         (quantized(), "do not say all"),
+        (torch.zeros(3, dtype=torch.uint8).view(torch.qint8), "do not say all"),
         (torch.zeros(3, dtype=torch.complex64).conj(), "conjugate"),
         (torch.zeros(3, device="meta"), "meta"),
     ],
@@ -233,6 +234,19 @@ def test_write_converts_strides_and_nothing_else():
         assert torch.equal(slab.tensors()["b"], source.t())
         slab.write("a", torch.zeros(3, 8)[:, ::2])  # a source may have holes
         assert not slab.tensors()["a"].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int4, torch.uint3, torch.bool, torch.float8_e4m3fn, torch.int8])
+def test_elements_of_one_byte_are_written_with_any_strides(dtype):
+    """Torch copies some of them only where the strides are equal."""
+    raw = torch.arange(16, dtype=torch.uint8).view(4, 4)
+    with Slab.allocate([TensorSpec("w", str(dtype).removeprefix("torch."), (4, 2), 8)]) as slab:
+        slab.write("w", (raw > 5 if dtype is torch.bool else raw.view(dtype))[:, ::2])
+        written = torch.frombuffer(bytearray().join(slab.readable(0, 8)), dtype=torch.uint8).view(4, 2)
+        assert torch.equal(written, (raw > 5)[:, ::2].to(torch.uint8) if dtype is torch.bool else raw[:, ::2])
+    with Slab.allocate([TensorSpec("w", "int8", (4,), 4)]) as slab:  # a lazy negation is no byte
+        slab.write("w", torch._neg_view(torch.arange(8, dtype=torch.int8))[::2])
+        assert slab.tensors()["w"].tolist() == [0, -2, -4, -6]
 
 
 @pytest.mark.parametrize(

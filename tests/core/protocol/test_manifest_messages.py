@@ -11,6 +11,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tensorhub_plugins.core import manifest as manifests
 from tensorhub_plugins.core.errors import (
     CorruptBytes,
     DeadlineExceeded,
@@ -33,6 +34,7 @@ from tensorhub_plugins.core.manifest import (
 )
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import Attempt
+from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX
 from tensorhub_plugins.core.types import (
     ATTEMPTS_MAX,
     CHECKPOINT,
@@ -110,6 +112,23 @@ def test_the_root_depends_on_everything():
 def test_a_manifest_that_does_not_hold_together_is_refused(change, words):
     with pytest.raises(ProtocolError, match=words):
         msgspec.structs.replace(a_manifest(4, 4), **change).check()
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [("TENSORS_MAX", 2), ("SHARD_SIZE_BYTES_MAX", 2), ("TABLE_SIZE_BYTES_MAX", 20)]
+)
+def test_what_no_reader_would_accept_as_a_shard_is_refused_where_it_is_described(monkeypatch, limit, most):
+    """Else it is published, and every reader fails, at its deadline."""
+    described = [spec(name, 1) for name in "abc"]
+    assert len(TensorTable.of(described)) == 3  # the control
+    monkeypatch.setattr(manifests, limit, most)
+    with pytest.raises(UsageError, match=rf"3 tensors of 3 bytes.*the limits of a shard are.* {most}\b.*use several"):
+        TensorTable.of(described)
+
+
+def test_the_largest_manifest_is_one_message():
+    digests = SHARD_SIZE_BYTES_MAX // manifests.SEGMENT_SIZE_BYTES * DIGEST_SIZE_BYTES
+    assert manifests.TABLE_SIZE_BYTES_MAX + digests < REPLY_SIZE_BYTES_MAX - (1 << 20)
 
 
 def test_a_manifest_on_the_wire():

@@ -40,7 +40,24 @@ def test_people_read_and_write_attempt_and_step(attempt: int, step: int) -> None
     assert version_text(version) == (f"{step} of attempt {attempt}" if attempt else str(step))
 
 
-@pytest.mark.parametrize("text", ["", "/", "1/", "/6", "six", "-1", "1/6/7", "1 / 6", "+1", "\u0661", "0", "1.5"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "/",
+        "1/",
+        "/6",
+        "six",
+        "-1",
+        "1/6/7",
+        "1 / 6",
+        "+1",
+        "\u0661",
+        "0",
+        "1.5",
+        pytest.param("1" * 5000, id="long"),
+    ],
+)
 def test_what_is_no_version_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="version|step"):
         parse_version(text)
