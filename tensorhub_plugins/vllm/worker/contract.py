@@ -311,6 +311,7 @@ class _Recorder(TorchDispatchMode):
         self.copies: list[str] = []  # parameters that are written from other parameters of the model
         self._places = places
         self._origins: dict[int, frozenset[str]] = {}  # storage of a derived tensor -> names of its origins
+        self._made_of: dict[int, tuple[torch.Tensor, frozenset[str]]] = {}  # it, and the parameters
         self._given: list[tuple[_Where, int, str]] = []  # the given tensors: start, size in bytes, name
         self._current = ""  # the tensor that the loaders asked for last
         self._number_was_read = False  # a number of it was read: constants written from now on may be that number
@@ -375,6 +376,21 @@ class _Recorder(TorchDispatchMode):
         """Return the names of the tensors from which this one was made, or of which it is a part."""
         name = self._given_at(tensor)
         return frozenset([name]) if name else self._origins.get(_storage(tensor), frozenset())
+
+    def _parameters(self, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
+        """Return the names of the parameters of the model from which these were made, or of which they are a part."""
+        found: set[str] = set()
+        for storage in map(_storage, tensors):
+            if storage in self._places:
+                found.add(self._places[storage].name)
+            elif storage in self._made_of:
+                found |= self._made_of[storage][1]
+        return frozenset(found)
+
+    def _note_made(self, tensor: torch.Tensor, parameters: frozenset[str]) -> None:
+        """Record that it was made from these. It is kept, without memory as they are: else its id might be reused."""
+        if parameters:
+            self._made_of[_storage(tensor)] = tensor, parameters
 
     def _take(self, tensor: torch.Tensor) -> None:
         """Record that elements of this view of a given tensor are read."""
@@ -454,6 +470,7 @@ class _Recorder(TorchDispatchMode):
         for tensor in made:
             if _storage(tensor) not in known:  # new memory: its former contents do not count
                 self._origins[_storage(tensor)] = names
+                self._note_made(tensor, frozenset() if _reads_no_number(func) else self._parameters(read))
         if written or not made or any(_storage(tensor) not in known for tensor in made):  # more than a view
             for tensor in read:
                 self._take(tensor)
@@ -464,6 +481,7 @@ class _Recorder(TorchDispatchMode):
         place = self._places.get(storage)
         if place is None:
             self._origins[storage] = self._origins.get(storage, frozenset()) | names
+            self._note_made(tensor, self._parameters([tensor, *read]))
             return
         box = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
         place.boxes.add(box)
@@ -471,8 +489,8 @@ class _Recorder(TorchDispatchMode):
         if len(names) == 1 and tensor.numel() > 1 and tensor.dtype in FLOATS and "scale" not in place.name:
             where = place.address or storage
             self._writers.setdefault((where, box), set()).update(names)
-        others = [self._places[_storage(source)] for source in read if _storage(source) in self._places]
-        self.copies += [f"{place.name} from {other.name}" for other in others if other is not place]
+        others = self._parameters(read) - {place.name}
+        self.copies += [f"{place.name} from {other}" for other in sorted(others)]
         if not names:  # a number that was read, or a constant: attributed to the current tensor, if there is one
             names = frozenset([self._current] if self._current else self._tensors)
         self.used |= names
@@ -588,6 +606,12 @@ def _is_optional(place: Place) -> bool:
 def kind(dtype: torch.dtype) -> torch.dtype | str:
     """Return the kind of number. A loader's copy converts within a kind; others would be truncated or made up."""
     return "float" if dtype in FLOATS else dtype
+
+
+def _reads_no_number(func: Any) -> bool:
+    """Return whether this makes a tensor that only looks like another one: `empty_like`, `new_zeros`, ..."""
+    name = str(func._schema.name).partition("::")[2]
+    return name.endswith("_like") or name.startswith("new_")
 
 
 def _storage(tensor: torch.Tensor) -> int:
