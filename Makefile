@@ -24,7 +24,7 @@ demo-openrlhf test-openrlhf bench-openrlhf-stall: ENVIRONMENT = openrlhf-cpu
 test-vllm-in-%: ENVIRONMENT = $*
 
 # The rules about the code, pure machines and what they stand on; nothing here starts a process.
-QUICK = $(addprefix tests/core/,test_architecture.py test_conventions.py test_docstrings.py test_tour.py hub/test_hub.py \
+QUICK = $(addprefix tests/core/,test_architecture.py test_conventions.py test_docstrings.py test_sizes.py test_tour.py hub/test_hub.py \
 	hub/test_selection.py client/test_session.py client/test_shelf.py transfer/test_replication.py memory/test_moves.py \
 	protocol/)
 
