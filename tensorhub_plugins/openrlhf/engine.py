@@ -15,24 +15,21 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import ray
 from openrlhf.trainer.ray import vllm_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, NotPublished, VersionGone, record, step_of
+from tensorhub_plugins.core import record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config, journal
-from tensorhub_plugins.openrlhf.follower import Follower, Gate
 from tensorhub_plugins.openrlhf.journal import Call, GivenBack, Journal, Journals, Leaving
 from tensorhub_plugins.openrlhf.versions import Versioned, came_from
-from tensorhub_plugins.vllm.engine.follower import RETRY_DELAY_S, UpdateFailed
-from tensorhub_plugins.vllm.engine.owned import OwnedEngine
+from tensorhub_plugins.vllm.config import FollowConfig
 from tensorhub_plugins.vllm.engine.spans import PREFIX
-from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray import secret
-from tensorhub_plugins.vllm.ray.config import connect, worker_config
-from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline, exit_on_error, own_engines
+from tensorhub_plugins.vllm.ray.config import worker_config
+from tensorhub_plugins.vllm.ray.health import EngineLost, own_engines
 from tensorhub_plugins.vllm.ray.members import Heartbeat
+from tensorhub_plugins.vllm.ray.owned import OwnedEngine
 
 logger = get_logger(__name__)
 
@@ -63,31 +60,20 @@ class TensorHubEngine(_Stock):
         self.llm.generate = named(self.llm.generate)
         self.worker = f"{name}/0"
         self.executor = Versioned(self.executor)
-        self.lifeline = Lifeline(self.llm, self.worker)
-        self.owned = OwnedEngine(self.llm, self.lifeline.rpc)
-        self.is_leaving = False
-        # It only waits; the vLLM workers are the replica's shards.
-        client = await asyncio.to_thread(connect, self.options, replica=f"server-{tensorhub['engine']}")
-        self.client = client
-        if not tensorhub["joins"]:
-            await self.owned.rpc("tensorhub_connect", worker, known)
-        self.follower = Follower(
-            self.owned,
-            client.target,
+        self.owned = OwnedEngine(self.llm, self.worker)
+        self.is_leaving, self.is_partial = False, tensorhub["partial"]
+        how = FollowConfig(
             worker=self.worker,
             timeout_s=self.options.timeout_s,
-            gate=None if tensorhub["partial"] else Gate(),
             until=self.options.pull_until,
             pins=not tensorhub["sync"],
+            whole_prompts=not self.is_partial,
+            catches_up=True,
+            staleness_s=self.options.staleness_s,
         )
-        self.follower.version = (await self.owned.rpc("tensorhub_poll"))[0]["version"] or 0
-        self.staleness = Staleness(lambda: client.hub_silent_s, self.options.staleness_s, worker=self.worker)
-        await self._catch_up(client)
-        self._tasks = []
-        for work in (self.follower.follow(), self.lifeline.probe(), self.staleness.watch()):
-            task = asyncio.create_task(work)
-            task.add_done_callback(exit_on_error)
-            self._tasks.append(task)
+        await self.owned.follow(worker, known, how)
+        self.owned.keep(self.owned.watch())
+        await self.owned.caught_up()
 
     # --- what OpenRLHF asks for ---------------------------------------------------------------------------------------
 
@@ -100,10 +86,10 @@ class TensorHubEngine(_Stock):
         """
         if self.is_leaving:
             return GivenBack(journals)
-        if self.staleness.is_cut_off:
-            raise EngineLost(self.staleness.why_not())
-        kept = Journals(journals, num_samples) if self.follower.gate is None else None
-        async with self.follower.answering(min_version):
+        if self.owned.status.why_not:
+            raise EngineLost(self.owned.status.why_not)
+        kept = Journals(journals, num_samples) if self.is_partial else None
+        async with self.owned.answering(min_version):
             return await self._samples(kept, num_samples, **kwargs)
 
     async def _samples(self, kept: Journals | None, count: int, **kwargs: Any) -> list[dict[str, Any]] | GivenBack:
@@ -153,11 +139,11 @@ class TensorHubEngine(_Stock):
             spans = await self.owned.spans(answer.request_id, len(output.token_ids))
         except EngineDeadError as error:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
-            self.lifeline.die(error)
+            self.owned.lifeline.die(error)
             raise EngineLost(f"{self.worker}: {error}") from error
         if not spans and output.token_ids:
             raise EngineLost(f"{self.worker} cannot tell the version of an answer")
-        versions = tuple(version for version, _ in spans) or (self.follower.version,)
+        versions = tuple(version for version, _ in spans) or (self.owned.status.version,)
         is_whole = not (self.is_leaving and output.finish_reason == "abort")
         came_from(*versions)
         record(
@@ -174,27 +160,17 @@ class TensorHubEngine(_Stock):
 
     async def tensorhub_heartbeat(self) -> Heartbeat:
         """What our generator asks all the time; EngineLost when this actor is about to end."""
-        if self.lifeline.is_dying:
+        if self.owned.lifeline.is_dying:
             raise EngineLost(f"{self.worker}: its vLLM is dead")
-        silent_s, last = self.lifeline.silent_s(self.follower), self.follower.last_update
-        return {
-            "version": self.follower.version,
-            "ready": not self.staleness.is_cut_off,
-            "why": self.staleness.why_not(),
-            "refusal": self.follower.refusal,
-            "pull_s": last.pull_s,
-            "pause_s": last.pause_s,
-            "sources": last.sources,
-            "silent_s": silent_s,
-            "node": ray.get_runtime_context().get_node_id(),
-            "requests_max": self.llm.vllm_config.scheduler_config.max_num_seqs,
-        }
+        why = self.owned.status.why_not
+        requests_max = self.llm.vllm_config.scheduler_config.max_num_seqs
+        return self.owned.heartbeat(ready=not why, why=why, requests_max=requests_max)
 
     async def tensorhub_hold(self, version: int) -> int:
-        return await self.follower.hold(version)
+        return await self.owned.hold(version)
 
     async def tensorhub_release(self) -> None:
-        await self.follower.release()
+        await self.owned.release()
 
     # --- what the fleet asks for --------------------------------------------------------------------------------------
 
@@ -206,31 +182,7 @@ class TensorHubEngine(_Stock):
     async def close(self) -> None:
         """Leave the store, so that the hub forgets this engine at once. It answers nothing afterwards."""
         self.is_leaving = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
-        await self.owned.rpc("tensorhub_close")
-        await asyncio.to_thread(self.client.close)
-
-    # --- following ----------------------------------------------------------------------------------------------------
-
-    async def _catch_up(self, client: Client) -> None:
-        """An engine that was started again has the weights of before the training: it must not answer with those. One
-        that refuses all there is has them, says so in its heartbeats, and gets no prompts."""
-        while True:
-            try:
-                refused = dict(self.follower.refused)
-                version = await asyncio.to_thread(
-                    client.target, refused=refused, pins=self.follower.pins, timeout_s=0.0
-                )
-                if version != self.follower.version and step_of(version) <= (self.options.pull_until or version):
-                    await self.follower.update(version)
-                return
-            except NotPublished:
-                return
-            except (UpdateFailed, HubUnreachable, DeadlineExceeded, VersionGone) as error:  # there may be another soon
-                logger.warning("%s: trying again: %s", self.worker, error)
-                await asyncio.sleep(RETRY_DELAY_S)
+        await self.owned.leave()
 
 
 def named(generate: Callable[..., Any]) -> Callable[..., Any]:

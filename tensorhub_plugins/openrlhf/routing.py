@@ -24,8 +24,9 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.health import LOST, Engines
 from tensorhub_plugins.openrlhf.journal import GivenBack
-from tensorhub_plugins.openrlhf.versions import bounded, with_logs
+from tensorhub_plugins.openrlhf.versions import with_logs
 from tensorhub_plugins.openrlhf.work import Place, Prompt, Work
+from tensorhub_plugins.vllm.engine.follower import bounded
 from tensorhub_plugins.vllm.ray.config import connect
 from tensorhub_plugins.vllm.ray.members import Member
 from tensorhub_plugins.vllm.ray.reporting import Reporter

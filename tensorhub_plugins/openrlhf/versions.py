@@ -9,7 +9,7 @@ import contextvars
 from collections.abc import Mapping
 from typing import Any
 
-from tensorhub_plugins.core import attempt_of, step_of, version_of
+from tensorhub_plugins.core import step_of
 from tensorhub_plugins.openrlhf import journal
 
 FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
@@ -48,11 +48,6 @@ def came_from(*versions: int) -> None:
     seen = _of_sample.get(None)
     if seen is not None:
         seen.extend(step_of(version) for version in versions)
-
-
-def bounded(version: int, until: int | None) -> int:
-    """Return this version, or the last one that is followed."""
-    return version if until is None else version_of(attempt_of(version), min(step_of(version), until))
 
 
 def with_logs(response: dict[str, Any], logs: Mapping[str, float]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The server actor of one pull-mode replica: verl's vLLM server plus a Follower, and a heartbeat for the router.
+"""The server actor of one pull-mode replica: verl's vLLM server over an engine that follows, and a heartbeat for the
+router.
 
 One that was started again fetches the version to run, and only then says that it is ready. Nothing in verl waits for
 a replica to reach a step, so the trainer goes on when operators pin a version or withdraw one; the samples say which
@@ -19,18 +20,19 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import Client, TensorHubError, record, step_of
+from tensorhub_plugins.core import TensorHubError, record, step_of
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.routing import ReplicaLost
 from tensorhub_plugins.verl.versions import told, version_of_step, waits_for_trainer
-from tensorhub_plugins.vllm.engine.follower import Follower, LastUpdate
-from tensorhub_plugins.vllm.engine.owned import OwnedEngine
+from tensorhub_plugins.vllm.config import FollowConfig
+from tensorhub_plugins.vllm.engine.follower import Status
 from tensorhub_plugins.vllm.engine.spans import PREFIX
-from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
-from tensorhub_plugins.vllm.ray.health import Lifeline, exit_on_error, own_engines
+from tensorhub_plugins.vllm.ray.health import exit_on_error, own_engines
+from tensorhub_plugins.vllm.ray.members import Heartbeat
+from tensorhub_plugins.vllm.ray.owned import OwnedEngine
 
 logger = get_logger(__name__)
 
@@ -45,14 +47,9 @@ class TensorHubServer(vLLMHttpServer):
         own_engines()
         self.options = config.parse(self.config.checkpoint_engine.engine_kwargs.get(config.BACKEND))
         self.worker = f"rollout-{self.replica_rank}/0"
-        self.follower: Follower | None = None
-        self._client: Client | None = None
-        self._staleness: Staleness | None = None  # once there is a client
         self._gives_back = False  # this replica leaves the run
-        self._lifeline: Lifeline | None = None  # once there is an engine
-        self._owned: OwnedEngine | None = None  # the same
+        self._owned: OwnedEngine | None = None  # once there is an engine
         self._launch: asyncio.Task[None] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def follows(self) -> bool:
@@ -61,13 +58,8 @@ class TensorHubServer(vLLMHttpServer):
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         await super().launch_server(*args, **kwargs)
         if self.follows and self.node_rank == 0:
-            self._lifeline = Lifeline(self.engine, self.worker)
-            mode, recompute = self.options.pause_mode, self.options.recompute
-            self._owned = OwnedEngine(self.engine, self._lifeline.rpc, mode=mode, recompute=recompute)
-            for work in (self._start_following(self._owned), self._lifeline.probe()):
-                task = asyncio.create_task(work)
-                task.add_done_callback(exit_on_error)
-                self._tasks.append(task)
+            self._owned = OwnedEngine(self.engine, self.worker)
+            self._owned.keep(self._start_following(self._owned))
 
     def _get_worker_extension_cls(self) -> str:
         if not self.follows:
@@ -78,31 +70,29 @@ class TensorHubServer(vLLMHttpServer):
 
     async def _start_following(self, owned: OwnedEngine) -> None:
         """The manager starts the hub at its first update, which may come much later than this."""
+        until = self.options.pull_until
+        how = FollowConfig(
+            worker=self.worker,
+            timeout_s=self.options.timeout_s,
+            until=None if until is None else version_of_step(until),
+            staleness_s=self.options.staleness_s,
+            pause_mode=self.options.pause_mode,
+            recompute=self.options.recompute,
+        )
         while True:
             try:
                 options = msgspec.structs.replace(
                     self.options, hub=await hub.find(self.options), run=hub.run_name(self.options)
                 )
-                # It only waits; the vLLM workers are the replica's shards.
-                self._client = await asyncio.to_thread(connect, options, replica=f"server-{self.replica_rank}")
+                known = await asyncio.to_thread(secret.learn)
+                visitor = await asyncio.to_thread(connect, options, replica=f"server-{self.replica_rank}")
                 break
             except TensorHubError as error:
                 logger.warning("%s: no hub yet: %s", self.worker, error)
                 await asyncio.sleep(1.0)
-        client = self._client
-        self._staleness = Staleness(lambda: client.hub_silent_s, options.staleness_s, worker=self.worker)
-        self._tasks.append(asyncio.create_task(self._staleness.watch()))
-        worker = worker_config(options, replica=f"rollout-{self.replica_rank}")
-        await owned.rpc("tensorhub_connect", worker, await asyncio.to_thread(secret.learn))
-        until = self.options.pull_until
-        self.follower = Follower(
-            owned,
-            self._client.target,
-            worker=self.worker,
-            timeout_s=self.options.timeout_s,
-            until=None if until is None else version_of_step(until),
-        )
-        await self.follower.follow()
+        await asyncio.to_thread(visitor.close)
+        await owned.follow(worker_config(options, replica=f"rollout-{self.replica_rank}"), known, how)
+        await owned.watch()
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +101,7 @@ class TensorHubServer(vLLMHttpServer):
     ) -> TokenOutput:
         if not self.follows:
             return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
-        if self._owned is None or not self._version:
+        if self._owned is None or not self._status.version:
             raise ReplicaLost(f"{self.worker} has no weights yet")  # the router asks another one
         if self._why_not():
             raise ReplicaLost(self._why_not())
@@ -123,14 +113,13 @@ class TensorHubServer(vLLMHttpServer):
             spans = await self._owned.spans(name, tokens)
         except EngineDeadError as error:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
-            if self._lifeline is not None:
-                self._lifeline.die(error)
+            self._owned.lifeline.die(error)
             raise ReplicaLost(f"{self.worker}: {error}") from error
         if self._gives_back and output.stop_reason == "aborted" and self.options.spans != "split":
             # verl's client here would take the part for the whole
             raise ReplicaLost(f"{self.worker} leaves the run")
         if not tokens:  # it may have been aborted before its engine had heard of it
-            spans = spans or ((self._version, 0),)
+            spans = spans or ((self._status.version, 0),)
         if not spans or not all(version for version, _ in spans):
             raise ReplicaLost(f"{self.worker} cannot tell the version of an answer")
         output.extra_fields.update(told(spans, split=self.options.spans == "split"))
@@ -146,62 +135,44 @@ class TensorHubServer(vLLMHttpServer):
 
     # --- health -------------------------------------------------------------------------------------------------------
 
-    async def tensorhub_heartbeat(self) -> dict[str, Any]:
+    async def tensorhub_heartbeat(self) -> Heartbeat:
         """What the router asks every second. Also how a server that Ray has started again comes back to life."""
-        if not hasattr(self, "engine"):
-            if self._launch is None:
-                logger.warning("%s was started again: launching its engine", self.worker)
-                self._launch = asyncio.create_task(self.launch_server())
-                self._launch.add_done_callback(exit_on_error)
-            return self._heartbeat(ready=False, silent_s=0.0)
-        if not self.follows:  # verl itself puts hybrid replicas in and out of rotation
-            return self._heartbeat(ready=True, silent_s=0.0)
-        follower, lifeline = self.follower, self._lifeline
-        if lifeline is None:
-            return self._heartbeat(ready=False, silent_s=0.0)
-        ready = follower is not None and follower.version > 0 and follower.is_whole and not lifeline.is_dying
-        ready = ready and not self._why_not()
-        return self._heartbeat(ready=ready, silent_s=lifeline.silent_s(follower))
-
-    def _heartbeat(self, *, ready: bool, silent_s: float) -> dict[str, Any]:
-        last = LastUpdate() if self.follower is None else self.follower.last_update
-        return {
-            "refusal": (0, "") if self.follower is None else self.follower.refusal,
+        owned = self._owned
+        if not hasattr(self, "engine") and self._launch is None:
+            logger.warning("%s was started again: launching its engine", self.worker)
+            self._launch = asyncio.create_task(self.launch_server())
+            self._launch.add_done_callback(exit_on_error)
+        own: Any = {
             "worker": self.worker,
-            "node": ray.get_runtime_context().get_node_id(),
             "follows": self.follows,
-            "ready": ready,
-            "version": self._version or (0 if self.global_steps is None else version_of_step(self.global_steps)),
-            "stays": self._stays(),
-            "silent_s": silent_s,
+            "stays": self._status.stays or not self.follows,
             "timeout_s": self.options.replica_timeout_s,
             # verl itself puts hybrid replicas to sleep.
             "engine_timeout_s": self.options.engine_timeout_s if self.follows else math.inf,
-            "pull_s": last.pull_s,
-            "pause_s": last.pause_s,
-            "sources": last.sources,
             "why": self._why_not(),
         }
+        if owned is None:  # verl itself puts hybrid replicas in and out of rotation
+            version = 0 if self.global_steps is None else version_of_step(self.global_steps)
+            ready = hasattr(self, "engine") and not self.follows
+            node = ray.get_runtime_context().get_node_id()
+            own |= {"version": version, "ready": ready, "node": node}
+            return own
+        is_able = owned.status.version > 0 and owned.status.is_whole and not owned.lifeline.is_dying
+        return owned.heartbeat(**own, ready=is_able and not own["why"])
 
     @property
-    def _version(self) -> int:
-        """That it follows."""
-        return 0 if self.follower is None else self.follower.version
-
-    def _stays(self) -> bool:
-        """Whether it will not go on to the trainer's newest version: verl, an operator or an option decides."""
-        if not self.follows or self._client is None or self.follower is None:
-            return not self.follows
-        done = self.follower.until is not None and step_of(self.follower.version) >= self.follower.until
-        return done or self.follower.refusal[0] > 0 or self._client.pinned is not None
+    def _status(self) -> Status:
+        """Of its engine's follower; version 0: it has none yet."""
+        return Status() if self._owned is None else self._owned.status
 
     def _why_not(self) -> str:
         """It takes no new work, though it could answer."""
-        if self._version and self._client is not None and self._client.pinned is None:
-            former = waits_for_trainer(self._version, self._client.attempt)
+        status = self._status
+        if status.version and status.pinned is None:
+            former = waits_for_trainer(status.version, status.attempt)
             if former:
                 return f"{self.worker} {former}"
-        return "" if self._staleness is None else self._staleness.why_not()
+        return status.why_not
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -212,13 +183,8 @@ class TensorHubServer(vLLMHttpServer):
 
     async def tensorhub_leave(self) -> None:
         """Follow no more, and say so: the hub forgets this replica at once. The process is ended from outside."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._owned is not None:
-            await self._owned.rpc("tensorhub_close")
-        if self._client is not None:
-            await asyncio.to_thread(self._client.close)
+            await self._owned.leave()
 
     # --- what verl's own manager would do to all replicas at once -----------------------------------------------------
 

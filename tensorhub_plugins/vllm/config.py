@@ -71,6 +71,22 @@ class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     follow_patience_s: float = 60.0  # "idle": after this long without an idle moment, switch at once
 
 
+class FollowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an engine follows. Who owns an engine (verl, OpenRLHF) sends it as a dict, see ray/owned.py."""
+
+    when: Literal["idle", "now"] = "now"  # see engine/core_follower.py
+    patience_s: float = 60.0
+    worker: str = ""  # its name in the event log; "": the replica's
+    timeout_s: float = 600.0  # for a version to arrive, and for an install
+    until: int | None = None  # the last version to follow, see Follower, as the next three
+    pins: bool = True
+    whole_prompts: bool = False  # all samples of a prompt come from one version
+    catches_up: bool = False  # it has weights of before the training
+    staleness_s: float | None = None  # see engine/staleness.py
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"  # requests in flight during an installation
+    recompute: bool = True  # after it: drop all KV of the old weights
+
+
 def parse(given: Mapping[str, Any] | None, vllm_config: Any) -> tuple[StartConfig, WorkerConfig | None]:
     """UsageError says which key is wrong. No WorkerConfig: the weights come from disk and the store is not asked."""
     where, rest = "model_loader_extra_config", dict(given or {})

@@ -88,9 +88,9 @@ def _add_to_engine_core(core: Any) -> None:
             attach(engine_core, vllm_config, owned=_has_our_workers(vllm_config))
         elif _has_our_workers(vllm_config):
             from tensorhub_plugins.vllm.engine.caches import Caches
-            from tensorhub_plugins.vllm.engine.core_follower import note_versions
+            from tensorhub_plugins.vllm.engine.core_follower import own
 
-            note_versions(engine_core, Caches(engine_core))
+            own(engine_core, Caches(engine_core))
         return result
 
     _wrap(core.EngineCore, "_initialize_kv_caches", initialize_kv_caches)

@@ -16,14 +16,14 @@ from openrlhf_fakes import make_engine  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
-from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, TensorSpec, start_server  # noqa: E402
+from tensorhub_plugins.core import CHECKPOINT, Client, TensorSpec, start_server  # noqa: E402
 from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
 from tensorhub_plugins.openrlhf import engine, parts, trainer  # noqa: E402
-from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
 from tensorhub_plugins.openrlhf.journal import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
 from tensorhub_plugins.vllm import checkpoint_names  # noqa: E402
 from tensorhub_plugins.vllm.engine.staleness import Staleness  # noqa: E402
+from tensorhub_plugins.vllm.ray import owned  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
@@ -55,7 +55,7 @@ async def test_samples_say_which_versions_they_are_of() -> None:
     answer = ask(one)
     await settle()
     assert len(one.llm.output_processor.request_states) == 2
-    await one.follower.update(3)  # in the middle
+    await one.llm.follower.update(3)  # in the middle
     one.llm.answers.set()
     samples = await answer
     assert [sample["extra_logs"] for sample in samples] == 2 * [{"mine": 1.0, FIRST: 0, LAST: 3}]
@@ -66,7 +66,7 @@ async def test_without_partial_rollout_a_sample_is_of_one_version() -> None:
     one = make_engine(TwoTurns(), is_partial=False)
     answer = ask(one)
     await settle()
-    update = asyncio.create_task(one.follower.update(3))
+    update = asyncio.create_task(one.llm.follower.update(3))
     await settle()
     later = ask(one, min_version=3)
     await settle()
@@ -141,69 +141,31 @@ def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_bac
 
 async def test_an_engine_that_leaves_says_goodbye_to_the_store() -> None:
     one = make_engine(TwoTurns(), is_partial=True)
-    said: list[str] = []
-    one.client = SimpleNamespace(close=lambda: said.append("bye"))
-    one._tasks = [asyncio.create_task(asyncio.Event().wait()) for _ in range(2)]
+    tasks = one.owned._tasks = [asyncio.create_task(asyncio.Event().wait()) for _ in range(2)]
     await one.close()
-    assert one.llm.calls == ["tensorhub_close"] and said == ["bye"]
-    assert all(task.cancelled() for task in one._tasks)
-
-
-def test_an_engine_that_was_started_again_catches_up_before_it_answers() -> None:
-    async def story(visible: int, until: int | None) -> int:
-        one = make_engine(TwoTurns(), is_partial=True)
-        one.options = Options(hub="tcp://h:1", run="r", pull_until=until)
-
-        def target(*, refused: tuple[int, ...], pins: bool, timeout_s: float) -> int:
-            assert pins and not refused
-            if visible == 0:
-                raise NotPublished("none")
-            return visible
-
-        await one._catch_up(SimpleNamespace(target=target))
-        return int(one.follower.version)
-
-    assert asyncio.run(story(0, None)) == 0
-    assert asyncio.run(story(4, None)) == 4
-    assert asyncio.run(story(4, 2)) == 0
-
-
-async def test_an_engine_that_was_started_again_and_refuses_all_there_is_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine, "RETRY_DELAY_S", 0.0)
-    one = make_engine(TwoTurns(), is_partial=True)
-    said = {"state": "failed", "error": "tensor 'x' is unknown", "error_kind": "VersionRefused"}
-
-    async def collective_rpc(method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
-        return [said]
-
-    def target(*, refused: tuple[int, ...], pins: bool, timeout_s: float) -> int:
-        if held := {3, 4} - set(refused):
-            return max(held)
-        raise NotPublished("no other one")
-
-    one.llm.collective_rpc = collective_rpc
-    await asyncio.wait_for(one._catch_up(SimpleNamespace(target=target)), 30)
-    assert one.follower.version == 0 and one.follower.refusal == (4, "tensor 'x' is unknown")
+    assert one.llm.calls == ["tensorhub_leave"]
+    assert all(task.cancelled() for task in tasks)
 
 
 async def test_an_engine_that_is_cut_off_from_the_hub_says_that_it_is_not_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = SimpleNamespace(get_node_id=lambda: "node-1")
-    monkeypatch.setattr(engine, "ray", SimpleNamespace(get_runtime_context=lambda: here))
-    one, silent_s = make_engine(TwoTurns(), is_partial=True), 0.0
+    monkeypatch.setattr(owned, "ray", SimpleNamespace(get_runtime_context=lambda: here))
+    one = make_engine(TwoTurns(), is_partial=True)
     one.llm.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
-    one.staleness = Staleness(lambda: silent_s, 5.0, worker=one.worker)
     beat = await one.tensorhub_heartbeat()
     assert (beat["ready"], beat["why"], beat["requests_max"]) == (True, "", 8)
-    silent_s = 6.0
+    one.llm.follower.of_hub = lambda: {"why_not": Staleness(lambda: 6.0, 5.0, worker=one.worker).why_not()}
+    watching = asyncio.create_task(one.owned.watch())
+    while not one.owned.status.why_not:
+        await asyncio.sleep(0)
+    watching.cancel()
     beat = await one.tensorhub_heartbeat()
     assert not beat["ready"] and "has not heard of the hub for 6 s" in beat["why"]
     with pytest.raises(EngineLost, match="has not heard of the hub"):  # asked all the same, a moment before
         await one.generate_responses()
-    one.lifeline.is_dying = True  # the control
+    one.owned.lifeline.is_dying = True  # the control
     with pytest.raises(EngineLost, match="its vLLM is dead"):
         await one.tensorhub_heartbeat()
 

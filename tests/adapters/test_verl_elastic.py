@@ -87,7 +87,7 @@ def test_2_the_first_one_leaves_under_load(run):
 
 def test_3_the_joined_one_is_killed_and_comes_back(run):
     began = time.time()
-    os.kill(run.pid("resume", "rollout-1/0"), signal.SIGKILL)
+    os.kill(run.pid("request", "rollout-1/0"), signal.SIGKILL)
     run.until("its loss", lambda: states(run).get("rollout-1") == "lost")
     run.until("its return", lambda: states(run) == {"rollout-1": "ready"}, START_S)
     newest = run.version()

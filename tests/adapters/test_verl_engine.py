@@ -23,8 +23,9 @@ with pytest.MonkeyPatch.context() as patch:  # verl looks for a package of this 
     patch.setattr(metadata, "version", lambda name: vllm.__version__ if name == "vllm" else there(name))
     from tensorhub_plugins.verl import engine
 from tensorhub_plugins.verl.routing import ReplicaLost, _hand_over  # noqa: E402
-from tensorhub_plugins.vllm.engine.owned import OwnedEngine  # noqa: E402
+from tensorhub_plugins.vllm.engine.follower import Status  # noqa: E402
 from tensorhub_plugins.vllm.engine.spans import Spans  # noqa: E402
+from tensorhub_plugins.vllm.ray.owned import OwnedEngine  # noqa: E402
 
 
 def server(monkeypatch: pytest.MonkeyPatch, stop_reason: str = "completed", spans: str = "split") -> Any:
@@ -45,23 +46,18 @@ def server(monkeypatch: pytest.MonkeyPatch, stop_reason: str = "completed", span
         extra = {"global_steps": None}
         return TokenOutput(token_ids=one.tokens, log_probs=None, stop_reason=stop_reason, extra_fields=extra)
 
-    vllms = SimpleNamespace(
-        engine_core=SimpleNamespace(call_utility_async=call_utility_async),
-        output_processor=SimpleNamespace(request_states={}, abort_requests=lambda names: None),
-    )
+    vllms = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call_utility_async))
+    owned = OwnedEngine(vllms, "rollout-0/0")
+    owned.status = Status(version=3)
     one.__dict__.update(
-        _owned=OwnedEngine(vllms, None),  # type: ignore[arg-type]
+        _owned=owned,
         core=core,
         names=[],
         tokens=[1, 2, 3, 4, 5],
         worker="rollout-0/0",
         rollout_mode=RolloutMode.STANDALONE,
         options=config.parse({"spans": spans}),
-        follower=SimpleNamespace(version=3),
-        _client=None,
-        _staleness=None,
         _gives_back=False,
-        _lifeline=None,
     )
     monkeypatch.setattr(engine.TensorHubServer.__base__, "generate", generate)
     return one
@@ -103,7 +99,7 @@ def test_an_answer_whose_versions_cannot_be_told_is_asked_elsewhere(monkeypatch:
 
 def test_a_replica_without_weights_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     one = server(monkeypatch)
-    one.follower = None
+    one._owned.status = Status()
     with pytest.raises(ReplicaLost, match="no weights yet"):
         ask(one)
     assert not one.names

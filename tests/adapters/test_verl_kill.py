@@ -125,7 +125,7 @@ def test_3_a_replica_dies_while_it_pulls(run):
     reader, version = lease["reader"], published["version"]
     victim = reader.split("/")[0]
     pid = run.pid("install", reader)
-    os.kill(run.pid("resume", reader), signal.SIGKILL)  # the server; the engine's own processes must end with it
+    os.kill(run.pid("request", reader), signal.SIGKILL)  # the server; the engine's own processes must end with it
     killed_at = time.time()
     run.until("end of the process that pulls", lambda: not lives(pid), 10)
     resume(run, published["pid"])

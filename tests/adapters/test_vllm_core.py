@@ -8,22 +8,24 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from vllm.v1.engine import EngineCoreRequestType
 
-from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.core import INSTALL, Core
-from tensorhub_plugins.vllm.engine.core_follower import note_versions
-from tensorhub_plugins.vllm.engine.follower import Follower
-from tensorhub_plugins.vllm.engine.owned import OwnedEngine
+from tensorhub_plugins.vllm.engine.core_follower import own
 from tensorhub_plugins.vllm.engine.spans import PREFIX
+from tensorhub_plugins.vllm.ray.owned import OwnedEngine
 
 TIMEOUT_S = 10.0
 
@@ -287,7 +289,7 @@ class Serving(EngineCore):
 
 def serving(cores: type[Serving] = Serving) -> Any:
     core = cores()
-    note_versions(core, Caches(core))
+    own(core, Caches(core))
     return core
 
 
@@ -321,6 +323,117 @@ def test_tokens_are_of_the_new_version_from_the_very_install_on(asked: str) -> N
     assert core.tensorhub_starts(NAMES[1]) == []
 
 
+# --- following, as the owner says ---
+
+
+class Owned(Serving):
+    """With one worker, which joins the store when it is told to, and takes every version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined, self.cannot = False, ""
+
+    def _rpc(self, method: str, args: Any = ()) -> list[Any]:
+        said = {"state": "ready", "version": None, "broken": None, "error": None}
+        told = {"tensorhub_version": 0 if self.joined else None, "tensorhub_health": None, "tensorhub_poll": said}
+        if method in told:
+            return [told[method]]
+        self.log.append(method)
+        if method == "tensorhub_connect":
+            if self.cannot:
+                raise RuntimeError(self.cannot)
+            self.joined = True
+        return [{"installed": True, "broken": None}]
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.fixture
+def owned(hub: Server) -> Iterator[Any]:
+    core = serving(Owned)
+    core.joining = {"hub": hub.address, "run": "r", "model": "m", "replica": "rollout-0"}
+    core.loop.start()
+    yield core
+    core.shutdown()
+    for thread in threading.enumerate():
+        if thread.name == "tensorhub-follow":
+            thread.join(TIMEOUT_S)
+    core.input_queue.put(None)
+    core.loop.join()
+
+
+def answered(core: Any, method: str, *args: Any) -> Any:
+    """What vLLM would send the owner."""
+    assert len(args) <= len(signature(getattr(core, method)).parameters), "or vLLM refuses it"
+    answer = getattr(core, method)(*args)
+    return answer.result(TIMEOUT_S) if isinstance(answer, Future) else answer
+
+
+def news(core: Any, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The first status that is so."""
+    revision, told = -1, {}
+    while not told or not is_it(told):
+        error, told = answered(core, "tensorhub_ask", "news", [revision])
+        assert error == ("", "", 0) and told["revision"] > revision
+        revision = told["revision"]
+    return told
+
+
+SWITCH = ["tensorhub_start_fetch", "tensorhub_prepare_install", "pause keep", INSTALL, "resume"]
+
+
+def test_an_engine_follows_when_its_owner_says_how_and_tells_it_everything(hub: Server, owned: Any) -> None:
+    how = {"worker": "rollout-0/0", "timeout_s": 9.0, "staleness_s": 60.0, "catches_up": True}
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.retain(newest=2)
+        trainer.publish(1, {"weight": torch.ones(4)})
+        assert not hasattr(owned, "tensorhub_ask")
+        assert answered(owned, "tensorhub_follow", owned.joining, how, None) == (("", "", 0), None)
+        told = news(owned, lambda told: told["has_caught_up"])
+        assert told["version"] == 1 and told["is_whole"] and not told["stays"] and told["why_not"] == ""
+        assert owned.log == ["tensorhub_connect", *SWITCH] and owned.weights == "1"
+        assert answered(owned, "tensorhub_ask", "hold", [0])[1] == 1
+        trainer.publish(2, {"weight": torch.ones(4)})
+        waiting = owned.tensorhub_ask("enter", ["a", 2])
+        trainer.pin(1)
+        assert news(owned, lambda told: told["pinned"] == 1)["stays"]
+        assert waiting.result(TIMEOUT_S) == (("", "", 0), None), "operators want what it has"
+        trainer.unpin()
+        answered(owned, "tensorhub_ask", "release", [])
+        assert not news(owned, lambda told: told["version"] == 2)["refusal"][0]
+        assert owned.log == ["tensorhub_connect", *SWITCH, *SWITCH]
+        assert answered(owned, "tensorhub_leave") is None and owned.log[-1] == "tensorhub_close"
+        names = [line for line in status_text(fetch_status(hub.address)).splitlines() if "rollout-0-follow" in line]
+        assert not names, "the hub knows its follower no more"
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_the_owner_says_how_it_is_paused_and_whether_it_forgets(hub: Server, owned: Any, mode: str) -> None:
+    owned.forgets = False  # it would fail
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4)})
+        answered(owned, "tensorhub_follow", owned.joining, {"pause_mode": mode, "recompute": False, "until": 1}, None)
+        assert news(owned, lambda told: told["version"] == 1)["stays"]
+        assert f"pause {mode}" in owned.log
+
+
+@pytest.mark.parametrize("wrong", ["the worker", "an option", "the store's configuration"])
+def test_the_owner_hears_why_an_engine_cannot_follow(owned: Any, wrong: str) -> None:
+    owned.cannot = "this model cannot be updated" if wrong == "the worker" else ""
+    joining = {**owned.joining, "hubb": ""} if wrong == "the store's configuration" else owned.joining
+    how = {"patient": 1} if wrong == "an option" else {}
+    (kind, message, _), answer = answered(owned, "tensorhub_follow", joining, how, None)
+    assert answer is None and not hasattr(owned, "tensorhub_ask")
+    if wrong == "the worker":
+        assert (kind, message) == ("UpdateFailed", "tensorhub_connect: this model cannot be updated")
+    else:
+        assert (
+            kind == "UsageError"
+            and ("patient" in message or "hubb" in message)
+            and "tensorhub_connect" not in owned.log
+        )
+
+
 class FrontEnd:
     """vLLM's AsyncLLM as far as order goes (async_llm.py: `output_handler`; core_client.py:
     `process_outputs_socket`): answers to questions come at once, tokens are worked off CHUNK outputs at a time by a
@@ -334,7 +447,6 @@ class FrontEnd:
         self.outputs: asyncio.Queue[list[str]] = asyncio.Queue()
         self.told: dict[str, int] = {}  # tokens of each request that it knew of when the install was answered
         self.engine_core = self
-        self.output_processor: Any = SimpleNamespace(request_states=core.scheduler.requests, abort_requests=None)
 
     def step(self) -> None:
         self.core.step()
@@ -358,12 +470,6 @@ class FrontEnd:
         self.told = dict(self.counted)
         return answers
 
-    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
-        await self.call_utility_async("pause_scheduler", mode, clear_cache)
-
-    async def resume_generation(self) -> None:
-        await self.call_utility_async("resume_scheduler")
-
 
 @pytest.mark.parametrize(("install_turns", "late"), [(2, 640), (60, 0)], ids=["a short install", "a long one"])
 async def test_versions_are_exact_where_the_owner_counts_tokens_too_late(install_turns: int, late: int) -> None:
@@ -378,8 +484,9 @@ async def test_versions_are_exact_where_the_owner_counts_tokens_too_late(install
         front.step()
     await front.outputs.join()
     front.step()  # the last one of the old weights
-    owned = OwnedEngine(front, front.rpc, recompute=False)
-    await Follower(owned, lambda *_, **__: 0, worker="r/0", timeout_s=60.0).install(2)
+    owned = OwnedEngine(front, "r/0")
+    await front.call_utility_async("pause_scheduler", "keep", False)
+    await front.rpc(INSTALL, 2, 60.0)
     front.step()
     front.step()
     await front.outputs.join()

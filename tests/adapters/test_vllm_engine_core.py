@@ -16,7 +16,7 @@ import torch
 
 from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, VersionRefused
 from tensorhub_plugins.core.cli import fetch_status, status_text
-from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig
+from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig
 from tensorhub_plugins.vllm.engine import core_follower, follower
 from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
 from tensorhub_plugins.vllm.worker import contract, reload, weights
@@ -120,8 +120,8 @@ def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         config = WorkerConfig.parse({"hub": hub.address, "run": "r", "model": "m", "replica": "engine"})
         updater = Updater(config, Toy(), SimpleNamespace(), ShardPosition(0, 1, "runtime:toy"), lambda vote: [vote])
         core = Core(updater)
-        how: Any = {"follow": when, "follow_patience_s": options.get("patience_s", TIMEOUT_S)}
-        one = CoreFollower(cast(Any, core), config, StartConfig(**how))
+        how: Any = {"when": when, "patience_s": options.get("patience_s", TIMEOUT_S)}
+        one = CoreFollower(cast(Any, core), config, FollowConfig(**how))
         one.start()
         core.status = one.status
         ends.extend([one.close, one._thread.join, core.close, updater.close])
@@ -147,7 +147,7 @@ def test_a_follower_that_never_hears_the_hub_is_cut_off_as_well(monkeypatch: pyt
     core: Any = SimpleNamespace(version=3)
     now = time.monotonic()
     monkeypatch.setattr(core_follower, "time", SimpleNamespace(monotonic=lambda: now))
-    one = CoreFollower(core, config, StartConfig(follow="now", follow_patience_s=1.0))
+    one = CoreFollower(core, config, FollowConfig(when="now", patience_s=1.0))
     assert one.status()["hub_silent_s"] == 0.0
     now += 60.0
     assert one.status()["hub_silent_s"] == 60.0

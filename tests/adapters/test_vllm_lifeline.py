@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,16 +147,16 @@ def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None
         probe = asyncio.create_task(line.probe())
         while len(engine.answers) > 1:
             await asyncio.sleep(0)
-            assert line.silent_s(None) in (0.0, 5.0)
-        while line.silent_s(None):
+            assert line.silent_s() in (0.0, 5.0)
+        while line.silent_s():
             await asyncio.sleep(0)
         probe.cancel()
         now = 9.0
-        assert line.silent_s(None) == 4.0
-        busy = SimpleNamespace(installing_since=8.0, timeout_s=2.0)
-        assert line.silent_s(busy) == 0.0  # an installation has its own deadline
+        assert line.silent_s() == 4.0
+        line.busy_until = 10.0
+        assert line.silent_s() == 0.0  # an installation has its own deadline
         now = 11.0
-        assert line.silent_s(busy) == 6.0
+        assert line.silent_s() == 6.0
 
     asyncio.run(story())
 
@@ -177,21 +176,23 @@ def test_an_engine_that_loads_a_version_is_not_silent(monkeypatch: pytest.Monkey
             raise ValueError("it cannot be installed")
 
         engine.collective_rpc = waits  # type: ignore[method-assign]
-        call = asyncio.create_task(line.rpc("tensorhub_prepare_install", 120.0))
+        line.busy_until = 120.0
+        call = asyncio.create_task(line.rpc("tensorhub_ping"))
         await asyncio.sleep(0)
         now = 119.0
-        assert line.silent_s(None) == 0.0
+        assert line.silent_s() == 0.0
         now = 121.0
-        assert line.silent_s(None) == 121.0  # this has a deadline of its own
+        assert line.silent_s() == 121.0  # this has a deadline of its own
         may_answer.set()
         with pytest.raises(UpdateFailed, match="it cannot be installed"):
             await call
-        assert line.silent_s(None) == 0.0  # an error is an answer
+        line.busy_until = 0.0
+        assert line.silent_s() == 0.0  # an error is an answer
         may_answer.clear()
-        other = asyncio.create_task(line.rpc("tensorhub_poll"))
+        other = asyncio.create_task(line.rpc("tensorhub_ping"))
         await asyncio.sleep(0)
         now = 131.0
-        assert line.silent_s(None) == 10.0  # control: a call that is answered at once
+        assert line.silent_s() == 10.0  # control: a call that is answered at once
         other.cancel()
 
     asyncio.run(story())

@@ -1,5 +1,5 @@
-"""A real engine that its actor updates, as verl's and OpenRLHF's do: its core knows of every token which version made
-it."""
+"""A real engine that has an owner, as verl's and OpenRLHF's have: it follows when that says how, and its core knows of
+every token which version made it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ pytest.importorskip("ray", reason="an actor's questions to vLLM go through its l
 
 from vllm_engines import checkpoint, make_model
 
-from tensorhub_plugins.core import Client, Server
-from tensorhub_plugins.vllm.engine.follower import Follower
-from tensorhub_plugins.vllm.engine.owned import OwnedEngine
+from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.vllm.config import FollowConfig
 from tensorhub_plugins.vllm.engine.spans import PREFIX
-from tensorhub_plugins.vllm.ray.health import Lifeline
+from tensorhub_plugins.vllm.ray.owned import OwnedEngine
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 
@@ -31,7 +30,7 @@ class Owner:
     """An actor that owns an engine."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.owned = engine, OwnedEngine(engine, Lifeline(engine, "r/0").rpc)
+        self.engine, self.owned = engine, OwnedEngine(engine, "r/0")
         self.came: dict[int, list[int]] = {}
 
     async def ask(self, number: int, prompt: list[int], tokens: int) -> tuple[list[int], Any]:
@@ -43,6 +42,11 @@ class Owner:
             self.came[number] = list(answer.outputs[0].token_ids)
         return self.came[number], await self.owned.spans(name, len(self.came[number]))
 
+    async def ask_from(self, version: int) -> Any:
+        """The versions of an answer to a prompt that begins with this one or a later one."""
+        async with self.owned.answering(version):
+            return (await self.ask(1001, [7, 8], 2))[1]
+
 
 def test_every_token_has_the_version_that_it_came_from(
     tmp_path: Path, hub: Server, monkeypatch: pytest.MonkeyPatch
@@ -51,12 +55,11 @@ def test_every_token_has_the_version_that_it_came_from(
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     models = [make_model("llama", tmp_path / str(seed), seed) for seed in (1, 2)]
     with Client(hub.address, run="r", model="actor", replica="trainer") as trainer:
-        for version, model in enumerate(models, 1):
-            trainer.publish(version, checkpoint(model))
-        asyncio.run(_story(models[0], hub.address))
+        trainer.publish(1, checkpoint(models[0]))
+        asyncio.run(_story(models[0], hub.address, trainer, checkpoint(models[1])))
 
 
-async def _story(model: Path, hub: str) -> None:
+async def _story(model: Path, hub: str, trainer: Client, second: Any) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -73,17 +76,27 @@ async def _story(model: Path, hub: str) -> None:
     )
     try:
         owner = Owner(engine)
-        await owner.owned.rpc("tensorhub_connect", {"hub": hub, "run": "r", "model": "actor", "replica": "r"}, None)
         assert (await owner.ask(1000, [7, 8], 2))[1] == ((0, 2),)  # of what it was started with
-        follower = Follower(owner.owned, lambda *_, **__: 0, worker="r/0", timeout_s=60.0)
-        await follower.update(1)
+        joining = {"hub": hub, "run": "r", "model": "actor", "replica": "r"}
+        with pytest.raises(UsageError, match="no option 'hubb'"):
+            await owner.owned.follow({**joining, "hubb": hub}, None, FollowConfig())
+        await owner.owned.follow(joining, None, FollowConfig(worker="r/0", timeout_s=60.0, catches_up=True))
+        watching = asyncio.create_task(owner.owned.watch())
+        await owner.owned.caught_up()
+        assert owner.owned.status.version == 1 and set(owner.owned.status.last.sources) == {"trainer/0"}
         asked = {number: [5 + number, 9, 3 + number] for number in range(REQUESTS)}
         answers = []
         for number, prompt in asked.items():
             answers.append(asyncio.create_task(owner.ask(number, prompt, TOKENS)))
             while number % STAGGERED == 0 and len(owner.came.get(number, ())) < 2:
                 await asyncio.sleep(0.001)
-        await follower.update(2)
+        assert await owner.owned.hold(0) == 1
+        await asyncio.to_thread(trainer.publish, 2, second)
+        early = asyncio.create_task(owner.ask_from(2))
+        await asyncio.sleep(0)
+        assert owner.owned.status.version == 1 and not early.done()
+        await owner.owned.release()
+        assert await early == ((2, 2),)
         mixed = differing = 0
         for number, (tokens, spans) in enumerate(await asyncio.gather(*answers)):
             assert sum(count for _, count in spans) == TOKENS and {version for version, _ in spans} <= {1, 2}
@@ -98,5 +111,11 @@ async def _story(model: Path, hub: str) -> None:
             ]
         assert mixed > REQUESTS // 2
         assert differing > mixed // 2, "control: the token before is of the version before"
+        held = [worker for info in trainer.versions() for workers in info.layouts.values() for worker in workers]
+        assert "r/0" in held
+        watching.cancel()
+        await owner.owned.leave()
+        held = [worker for info in trainer.versions() for workers in info.layouts.values() for worker in workers]
+        assert set(held) == {"trainer/0"}
     finally:
         engine.shutdown()

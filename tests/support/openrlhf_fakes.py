@@ -13,12 +13,11 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from tensorhub_plugins.core import NotPublished
 from tensorhub_plugins.openrlhf import engine, health, routing
 from tensorhub_plugins.openrlhf.config import Options
-from tensorhub_plugins.openrlhf.follower import Follower, Gate
 from tensorhub_plugins.openrlhf.versions import FIRST, Versioned
-from tensorhub_plugins.vllm.engine.owned import OwnedEngine
+from tensorhub_plugins.vllm.engine.follower import Follower, Gate
 from tensorhub_plugins.vllm.engine.spans import Spans
-from tensorhub_plugins.vllm.engine.staleness import Staleness
-from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline
+from tensorhub_plugins.vllm.ray.health import EngineLost
+from tensorhub_plugins.vllm.ray.owned import OwnedEngine
 
 
 class Ref:
@@ -206,8 +205,10 @@ EVERY_PROMPT = sorted(2 * [f"p{i}" for i in range(6)])
 
 
 class FakeLLM:
-    """A fake of vLLM's AsyncLLM and its core: it answers when told to, and accepts every version at once, when each
-    request has had one token of the version before."""
+    """A fake of vLLM's AsyncLLM and its core, where our follower is: it answers when told to, and accepts every version
+    at once, when each request has had one token of the version before."""
+
+    follower: Follower
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -218,7 +219,7 @@ class FakeLLM:
         self.spans, self.engine_core = Spans(), self
         self.output_processor = SimpleNamespace(request_states={}, abort_requests=lambda names, internal: names)
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+    async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
         self.calls.append(method)
         if method == "tensorhub_install":
             self.switch(args[0])
@@ -227,23 +228,29 @@ class FakeLLM:
     def switch(self, version: int) -> None:
         self.spans.switched(version, dict.fromkeys(self.output_processor.request_states, 1))
 
-    async def call_utility_async(self, method: str, request: str, forget: bool) -> Any:
-        assert method == "tensorhub_starts" and forget
-        return self.spans.pop(request)
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        if method == "tensorhub_ask":
+            return await self.follower.answer(args[0], *args[1])
+        if method == "tensorhub_leave":
+            self.calls.append(method)
+            return None
+        assert method == "tensorhub_starts" and args[1]
+        return self.spans.pop(args[0])
 
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
-        assert mode == "keep" and not clear_cache, "a pause that cannot forget ends vLLM's core"
-        self.calls.append("pause")
+    async def pause(self) -> None:
+        self.calls += ["pause", "forget"]
 
-    async def reset_prefix_cache(self, **how: bool) -> bool:
-        assert how == {"reset_running_requests": True, "reset_connector": True}
+    async def forget(self) -> None:
         self.calls.append("forget")
-        return True
 
-    async def reset_encoder_cache(self) -> None: ...
-
-    async def resume_generation(self) -> None:
+    async def resume(self) -> None:
         self.calls.append("resume")
+
+    def running(self) -> list[str]:
+        return list(self.output_processor.request_states)
+
+    def departed(self) -> list[str]:
+        return []
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
         self.output_processor.request_states[request_id] = None
@@ -271,12 +278,11 @@ def make_engine(executor: Any, *, is_partial: bool, llm: Any = None) -> Any:
     one = engine.TensorHubEngine.__new__(engine.TensorHubEngine)
     one.llm, one.worker, one._mm_pad_token_ids = llm or FakeLLM(), "rollout-0/0", None
     one.llm.generate = engine.named(one.llm.generate)
-    one.lifeline = Lifeline(one.llm, one.worker)
     one.options = Options(hub="tcp://h:1", run="r", timeout_s=5)
     one.executor = Versioned(executor)
-    one.is_leaving = False
-    one.owned = OwnedEngine(one.llm, one.lifeline.rpc)
-    one.staleness = Staleness(lambda: 0.0, None, worker=one.worker)
+    one.is_leaving, one.is_partial = False, is_partial
+    one.owned = OwnedEngine(one.llm, one.worker)
+    one.owned._whole_prompts = not is_partial
     gate = None if is_partial else Gate()
-    one.follower = Follower(one.owned, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=gate)
+    one.llm.follower = Follower(one.llm, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=gate)
     return one

@@ -22,8 +22,10 @@ from ray.exceptions import GetTimeoutError
 
 from tensorhub_plugins.core import Client, TensorHubError, VersionRefused, version_of
 from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.openrlhf import engine, health, routing, trainer
+from tensorhub_plugins.openrlhf import health, routing, trainer
 from tensorhub_plugins.openrlhf.config import Options
+from tensorhub_plugins.vllm.engine.follower import Follower
+from tensorhub_plugins.vllm.ray import owned
 
 RUN = "r"
 TIMEOUT_S = 60.0  # within which a run that cannot go on ends
@@ -73,7 +75,7 @@ def play_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (health, routing, routing.samples_generator, trainer, ppo_trainer, ppo_trainer_async):
         monkeypatch.setattr(module, "ray", Threads())
     here = SimpleNamespace(get_node_id=lambda: "here")
-    monkeypatch.setattr(engine, "ray", SimpleNamespace(get_runtime_context=lambda: here))
+    monkeypatch.setattr(owned, "ray", SimpleNamespace(get_runtime_context=lambda: here))
     monkeypatch.setattr(routing.Reporter, "start", lambda _: None)
     monkeypatch.setattr(routing.samples_generator, "tqdm", lambda *_, **__: FakeProgress())
     bar = SimpleNamespace(update=lambda _: None, close=lambda: None)
@@ -96,7 +98,7 @@ class Store(FakeLLM):
         self.answers.set()
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+    async def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
         answer = await asyncio.to_thread(getattr(self, method), *args)
         if method == "tensorhub_install":
             self.switch(args[0])
@@ -141,6 +143,12 @@ class OneTurn:
         return {"prompt": prompt, "label": "", **tokens, **said}
 
 
+async def need(follower: Follower, version: int) -> None:
+    """Wait as a prompt does."""
+    async with follower.answering(version):
+        pass
+
+
 class Engine:
     """An engine of ours that follows, with a thread of its own for its event loop."""
 
@@ -162,24 +170,27 @@ class Engine:
 
     async def _make(self, number: int, mode: str) -> Any:
         one = make_engine(OneTurn(self.store), is_partial=mode == "partial", llm=self.store)
-        one.worker = one.follower.worker = f"rollout-{number}/0"
+        follower = self.store.follower
+        one.worker = follower.worker = f"rollout-{number}/0"
         one.options = Options(hub="tcp://h:1", run=RUN)
-        one.follower.target, one.follower.pins, one.follower.timeout_s = self.client.target, mode != "sync", 120.0
-        one.follower.sleep = lambda delay_s: asyncio.sleep(min(delay_s, 0.02))
+        follower.target, follower.pins, follower.timeout_s = self.client.target, mode != "sync", 120.0
+        follower.sleep = lambda delay_s: asyncio.sleep(min(delay_s, 0.02))
         one.get_num_unfinished_requests = lambda: 0
-        await one._catch_up(self.client)
-        self.task = asyncio.create_task(one.follower.follow())
+        await follower.catch_up()
+        self.tasks = [asyncio.create_task(work) for work in (follower.follow(), one.owned.watch())]
+        await one.owned.caught_up()
         return one
 
     def need(self, version: int) -> None:
         """Wait until it has this version or a later one, or refuses it."""
         with contextlib.suppress(VersionRefused):
-            self._in_loop(self.one.follower.need, version).result(TIMEOUT_S)
+            self._in_loop(need, self.store.follower, version).result(TIMEOUT_S)
 
     def close(self) -> None:
         async def end() -> None:
-            self.task.cancel()
-            await asyncio.wait([self.task])
+            for task in self.tasks:
+                task.cancel()
+            await asyncio.wait(self.tasks)
 
         self._in_loop(end).result(TIMEOUT_S)
         self.loop.call_soon_threadsafe(self.loop.stop)

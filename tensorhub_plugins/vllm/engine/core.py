@@ -45,6 +45,7 @@ class Core:
 
         self._core, self._wake_up, self._alone = core, EngineCoreRequestType.WAKEUP, alone
         self._caches, self._departures = caches, Departures(core, self.running)
+        self.pause_mode, self.recompute = "keep", True  # see config.FollowConfig
         self.spans = Spans()  # used in the loop only
         core.collective_rpc = self._labelled(core.collective_rpc)
         original = core._handle_client_request
@@ -161,13 +162,13 @@ class Core:
         def pause() -> Any:
             if not self._available:
                 raise UsageError("another client has paused this engine, or put it to sleep")
-            held_by = self._caches.held_by() if self._alone else ""
+            held_by = self._held_by() if self._alone else ""
             if held_by:
                 raise StaleCaches(held_by)
             self._departures.begin()
             self._held = self._is_stopped = True
             self._is_theirs = False
-            return self._pause("keep", False)
+            return self._pause(self.pause_mode, False)
 
         def undo() -> None:
             if self._held:
@@ -183,11 +184,15 @@ class Core:
 
     async def held_by(self) -> str:
         """What keeps it from being updated, in words; see caches.py."""
-        return str(await self.ask(self._caches.held_by))
+        return str(await self.ask(self._held_by))
+
+    def _held_by(self) -> str:
+        return self._caches.held_by() if self.recompute else ""
 
     async def forget(self) -> None:
         """What was computed with other weights; StaleCaches."""
-        await self.ask(self._caches.forget)
+        if self.recompute:
+            await self.ask(self._caches.forget)
 
     async def is_theirs(self) -> bool:
         """Another client has paused it while it stood still after an update that failed, and not resumed."""

@@ -1,7 +1,7 @@
 """What the store adds to vLLM's engine core, the process with the scheduler: only there can weights and caches be one.
 
 `attach` is called (see plugin.py) for engines with `--load-format tensorhub` or the weight transfer backend
-`tensorhub`, and `note_versions` for those whose owner updates them (verl, OpenRLHF), before the first request.
+`tensorhub`, and `own` for those that have an owner (verl, OpenRLHF), before the first request.
 
     Weights and caches change as one    Before and after every update_weights, and every reload_weights, the prefix and
                                         encoder caches are forgotten and running requests are computed anew, in
@@ -15,6 +15,7 @@
                                         update again.
     "follow"                            The engine switches to every new version by itself, and back to a pinned one,
                                         see follower.py. It tells which version each token came from (spans.py).
+                                        One that has an owner does so when that says how (ray/owned.py).
 
 What it tells others over HTTP: see routes.py.
 """
@@ -24,20 +25,30 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial, wraps
 from typing import Any
 
-from tensorhub_plugins.core import Client, TensorHubError, UsageError
+from tensorhub_plugins.core import Client, TensorHubError, UsageError, options
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse, shares_experts
+from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig, parse, shares_experts
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.core import Core, label, status
-from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S, RETRY_DELAY_MAX_S, RETRY_DELAY_S, Follower
+from tensorhub_plugins.vllm.engine.follower import (
+    POLL_INTERVAL_S,
+    RETRY_DELAY_MAX_S,
+    RETRY_DELAY_S,
+    Follower,
+    Gate,
+    UpdateFailed,
+)
 from tensorhub_plugins.vllm.engine.ranks import FirstRank, OtherRank, store_of
 from tensorhub_plugins.vllm.engine.spans import Place, Start
+from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.names import NAME
+from tensorhub_plugins.vllm.worker.extension import learn_secret
 from tensorhub_plugins.vllm.worker.methods import may_change_weights
 
 logger = get_logger(__name__)
@@ -54,7 +65,6 @@ NEEDED = (
 )
 CHANGES = ("update_weights", "reload_weights")  # vLLM's calls of workers that change weights, whosever back end it is
 HUB_TIMEOUT_S = 1.0  # one question to the hub; it answers at once when there is something new
-TIMEOUT_S = 600.0  # for a version to arrive, and for an install
 HEALTH_TIMEOUT_S = 2.0  # of one question to the workers
 
 
@@ -73,15 +83,16 @@ def attach(core: Any, vllm_config: Any, *, owned: bool = False) -> None:
     if vllm_config.load_config.load_format == NAME:
         _follow(core, caches, vllm_config)
     if owned and not hasattr(core, "tensorhub_starts"):
-        note_versions(core, caches)
+        own(core, caches)
 
 
-def note_versions(core: Any, caches: Caches) -> None:
-    """Have an engine whose owner updates it tell which version each token came from (owned.py)."""
+def own(core: Any, caches: Caches) -> None:
+    """Have an engine tell which version each token came from, and follow once its owner says how (ray/owned.py)."""
     if not hasattr(core, "input_queue"):
         return  # it runs in the process of its caller, whom nobody asks
     whole = Core(core, caches)
     core.tensorhub_starts, core.tensorhub_label = whole.starts, whole.relabel
+    core.tensorhub_follow = partial(_follow_owner, core, whole)
     whole.settle(_version(core) or 0)
 
 
@@ -218,14 +229,20 @@ def _follow(core: Any, caches: Caches, vllm_config: Any) -> None:
         )
     alone = not shares_experts(vllm_config)
     parallel, whole = vllm_config.parallel_config, Core(core, caches, alone=alone)
+    how = FollowConfig(when=start.follow, patience_s=start.follow_patience_s)
     here: CoreFollower | OtherRank
     if alone:
-        here = CoreFollower(whole, joining, start)
+        here = CoreFollower(whole, joining, how)
     elif parallel.data_parallel_rank == 0:
-        here = CoreFollower(FirstRank(whole, store_of(core), parallel.data_parallel_size), joining, start)
+        here = CoreFollower(FirstRank(whole, store_of(core), parallel.data_parallel_size), joining, how)
     else:
         here = OtherRank(whole, store_of(core), parallel.data_parallel_rank, joining, start)
-    core.tensorhub_status, core.tensorhub_starts, core.tensorhub_label = here.status, whole.starts, whole.relabel
+    core.tensorhub_starts, core.tensorhub_label = whole.starts, whole.relabel
+    _begin(core, here)
+
+
+def _begin(core: Any, here: CoreFollower | OtherRank) -> None:
+    core.tensorhub_status = here.status
     original = core.shutdown
 
     @wraps(original)
@@ -235,6 +252,32 @@ def _follow(core: Any, caches: Caches, vllm_config: Any) -> None:
 
     core.shutdown = shutdown
     here.start()
+
+
+def _follow_owner(core: Any, whole: Core, joining: dict[str, Any], how: dict[str, Any], secret: str | None) -> Any:
+    """Call in the core's loop. Join the store, unless the engine has started from it, and follow; return the error,
+    as `Follower.answer` does."""
+    try:
+        learn_secret(secret)
+        config = options.convert(how, FollowConfig, where="what the owner of this engine says")
+        whole.pause_mode, whole.recompute = config.pause_mode, config.recompute
+        here = CoreFollower(whole, WorkerConfig.parse(joining), config)
+        if _version(core) is None:
+            core.collective_rpc("tensorhub_connect", args=(joining, secret))
+    except TensorHubError as error:
+        return (type(error).__name__, error.message, error.version or 0), None
+    except Exception as error:  # a worker's
+        return (UpdateFailed.__name__, f"tensorhub_connect: {error}", 0), None
+    core.tensorhub_ask, core.tensorhub_leave = here.ask, partial(_leave, core, here)
+    _begin(core, here)
+    return ("", "", 0), None
+
+
+def _leave(core: Any, here: CoreFollower) -> Future[None]:
+    """Call in the core's loop. Follow no more, and say so: the hub forgets this engine at once."""
+    here.close()
+    core.collective_rpc("tensorhub_close")
+    return here.ended
 
 
 class _ClosedError(Exception):
@@ -250,22 +293,43 @@ class CoreFollower(Follower):
     sleep, nothing is switched; but one that stands still after an update that failed is mended, and stays paused.
     """
 
-    def __init__(self, core: Core | FirstRank, joining: WorkerConfig, start: StartConfig) -> None:
-        super().__init__(core, self._ask_hub, worker=joining.replica, timeout_s=TIMEOUT_S)
-        self._core, self._joining = core, joining
-        self._when, self._patience_s = start.follow, start.follow_patience_s
+    def __init__(self, core: Core | FirstRank, joining: WorkerConfig, how: FollowConfig) -> None:
+        super().__init__(
+            core,
+            self._ask_hub,
+            worker=how.worker or joining.replica,
+            timeout_s=how.timeout_s,
+            until=how.until,
+            pins=how.pins,
+            gate=Gate() if how.whole_prompts else None,
+        )
+        self._core, self._joining, self._how = core, joining, how
         self._client: Client | None = None
+        self._staleness = Staleness(lambda: self._hub_silent_s, how.staleness_s, worker=self.worker)
         self._began_at = time.monotonic()
-        self._end = threading.Event()
+        self._runs, self._end = threading.Event(), threading.Event()
+        self.ended: Future[None] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="tensorhub-follow", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+        self._runs.wait()
 
     def status(self) -> dict[str, Any]:
         """Call in the core's loop. Whom it follows, and how far it is."""
-        said = status(self._joining, self._when, self._core.version, self.is_broken, self._hub_silent_s)
+        said = status(self._joining, self._how.when, self._core.version, self.is_broken, self._hub_silent_s)
         return {**said, "refusal": self.refusal}
+
+    def ask(self, question: str, given: Sequence[Any]) -> Future[Any]:
+        """Call in the core's loop. See `answer`; vLLM takes no *args."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self.answer(question, *given), self._loop)
+
+    def of_hub(self) -> dict[str, Any]:
+        client = self._client
+        known = {} if client is None else {"pinned": client.pinned, "attempt": client.attempt}
+        return {**known, "why_not": self._staleness.why_not()}
 
     @property
     def _hub_silent_s(self) -> float:
@@ -281,28 +345,39 @@ class CoreFollower(Follower):
         return self._end.is_set()
 
     def _run(self) -> None:
-        delay_s, version = RETRY_DELAY_S, 0
         try:
-            while not self._closed:
-                try:
-                    asyncio.run(self._follow_on())
-                except Exception as error:  # whatever it is, the next version may succeed
-                    if not self._closed:
-                        logger.warning("%s: following goes on after %s: %s", self.worker, type(error).__name__, error)
-                        delay_s = RETRY_DELAY_S if version != self.version else min(2 * delay_s, RETRY_DELAY_MAX_S)
-                        version = self.version
-                        self._end.wait(delay_s)
+            asyncio.run(self._follow_always())
         finally:
             if self._client is not None:
                 self._client.close()
+            self.ended.set_result(None)
+
+    async def _follow_always(self) -> None:
+        self._loop, watching = asyncio.get_running_loop(), asyncio.create_task(self._staleness.watch())
+        self._runs.set()
+        delay_s, version = RETRY_DELAY_S, 0
+        while not self._closed:
+            try:
+                await self._follow_on()
+            except Exception as error:  # whatever it is, the next version may succeed
+                if not self._closed:
+                    logger.warning("%s: following goes on after %s: %s", self.worker, type(error).__name__, error)
+                    delay_s = RETRY_DELAY_S if version != self.version else min(2 * delay_s, RETRY_DELAY_MAX_S)
+                    version = self.version
+                    await asyncio.to_thread(self._end.wait, delay_s)
+        watching.cancel()
 
     async def _follow_on(self) -> None:
         workers = await self.engine.rpc("tensorhub_poll")
-        self.version = min(worker["version"] for worker in workers)
+        self.version = min(worker["version"] or 0 for worker in workers)
         self.is_broken = any(worker["broken"] for worker in workers)
         if self.version > 0:
             self._core.settle(self.version)
+        if self._how.catches_up:
+            await self.catch_up()
         await self.follow()
+        while not self._closed:  # it has the last version that it follows
+            await self.sleep(HUB_TIMEOUT_S)
 
     def _ask_hub(self, installed: int, *, timeout_s: float, **more: Any) -> int:
         """`Client.target`, in short turns: an engine that is shut down does not wait for a version."""
@@ -312,19 +387,18 @@ class CoreFollower(Follower):
             self._client = self._joining.connect(replica=f"{self._joining.replica}-follow", transports=("tcp",))
         return self._client.target(installed, timeout_s=min(timeout_s, HUB_TIMEOUT_S), **more)
 
-    async def update(self, version: int) -> None:
+    async def make_ready(self, version: int) -> int | None:
         other: int | None = version
         while other is not None:
             if other < version:  # an operator has decided against what was fetched: ask again from what is installed
                 await self.engine.rpc("tensorhub_discard")
-                return
+                return None
             version = other
             if not await self._may_install():
-                return  # there may be a newer one by now
+                return None  # there may be a newer one by now
             await self.fetch(version)
-            other = None if self._when == "now" else await self._idle_moment(version)
-        await self.prepare(version)
-        await self.install(version)
+            other = None if self._how.when == "now" else await self._idle_moment(version)
+        return version
 
     async def _may_install(self) -> bool:
         """Whether it was so at once: else it has waited until another client has resumed this engine, or woken it up.
@@ -341,7 +415,7 @@ class CoreFollower(Follower):
 
     async def _idle_moment(self, version: int) -> int | None:
         """Return when there is one, or another version that is to be run instead of this one before there was."""
-        patient_until = time.monotonic() + self._patience_s
+        patient_until = time.monotonic() + self._how.patience_s
         while not (self.is_paused or time.monotonic() > patient_until):
             if await self._core.is_idle():
                 return None

@@ -1,5 +1,5 @@
-"""Rollout side: one engine follows by itself the version that it is to run, at its own pace: the newest one, or the one
-that an operator has pinned. What the owner of an engine runs.
+"""One engine follows by itself the version that it is to run, at its own pace: the newest one, or the one that an
+operator has pinned. It runs beside the engine's core (core_follower.py); an actor that owns it asks it (ray/owned.py).
 
 The way of one version
     ask for it -> the vLLM workers fetch it while the engine generates -> pause -> install -> resume
@@ -10,6 +10,10 @@ until an installation succeeds.
 
 It goes back when an operator pins an older version or withdraws the one it runs (`Client.target`), and in no other
 case. A version that its workers refuse (VersionRefused) is not taken again, unless it is pinned anew.
+
+An owner may hold the engine at a version, and have prompts wait for one. Where all samples of a prompt must come from
+one version the installation waits at a `Gate` until the prompts inside have been answered, and new ones wait outside
+meanwhile. Prompts that were to be answered from a later version than the engine is to run are answered from that.
 """
 
 from __future__ import annotations
@@ -17,20 +21,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from tensorhub_plugins.core import (
     REFUSED_MAX,
+    Deadline,
     DeadlineExceeded,
     HubUnreachable,
     NotPublished,
     TensorHubError,
+    UsageError,
     VersionGone,
     VersionRefused,
+    attempt_of,
     record,
     step_of,
+    version_of,
 )
 from tensorhub_plugins.core.log import get_logger
 
@@ -41,10 +52,12 @@ POLL_INTERVAL_S = 0.02  # of the workers' fetch: it runs beside generation
 POLL_GRACE_S = 5.0  # the workers keep the deadline themselves, and say what failed
 RETRY_DELAY_S = 1.0  # after a failed update
 RETRY_DELAY_MAX_S = 30.0
+ASK_INTERVAL_S = 5.0  # how often a prompt that waits for a version asks whether it is still to come
+NEWS_INTERVAL_S = 0.25  # what nobody notifies of (a pin, a silent hub) is noticed so soon
 
 
-class EngineOwner(Protocol):
-    """The actor that owns the vLLM engine."""
+class Engine(Protocol):
+    """The vLLM engine, see core.py."""
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every vLLM worker; their answers in rank order."""
@@ -77,20 +90,76 @@ class UpdateFailed(TensorHubError):
     """This engine does not have the version, and goes on with the one it had."""
 
 
+class Status(msgspec.Struct, frozen=True):
+    """What a follower tells the owner of its engine."""
+
+    revision: int = 0  # grows with every change
+    version: int = 0  # installed; 0: what the engine was started with
+    is_whole: bool = True  # see Follower.is_whole
+    is_broken: bool = False
+    has_caught_up: bool = False
+    busy_until: float = 0.0  # monotonic seconds: an installation may keep the engine from answering until then
+    refusal: tuple[int, str] = (0, "")
+    stays: bool = False  # it will not go on to the trainer's newest version
+    pinned: int | None = None
+    attempt: int = 0  # the trainer's newest one
+    why_not: str = ""  # it takes no new work
+    last: LastUpdate = msgspec.field(default_factory=LastUpdate)
+
+    def may_answer(self, version: int) -> bool:
+        """Return whether a prompt may begin now that asks for this version or a later one."""
+        return self.version >= version and not (self.is_broken or self.busy_until)
+
+
+class Gate:
+    """Prompts go in and out; while it is closed, those inside finish and the others wait."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.is_closed = False
+        self._changed = asyncio.Condition()
+
+    async def __aenter__(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self.is_closed)
+            self.inside += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        async with self._changed:
+            self.inside -= 1
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        """Returns when no prompt is inside."""
+        async with self._changed:
+            self.is_closed = True
+            await self._changed.wait_for(lambda: self.inside == 0)
+
+    async def open(self) -> None:
+        async with self._changed:
+            self.is_closed = False
+            self._changed.notify_all()
+
+
+QUESTIONS = frozenset({"news", "hold", "release", "enter", "leave"})  # of the owner, see `Follower.answer`
+
+
 class Follower:
     def __init__(
         self,
-        engine: EngineOwner,
+        engine: Engine,
         target: Callable[..., int],
         *,
         worker: str,
         timeout_s: float,
         until: int | None = None,
         pins: bool = True,
+        gate: Gate | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """target: `Client.target` of a client that reads nothing itself; it blocks, so it is run in a thread. until:
         the last version to follow. pins=False: for an engine that must have the trainer's newest, whatever is pinned.
+        gate: where all samples of a prompt come from one version.
         """
         self.engine = engine
         self.target = target
@@ -98,21 +167,30 @@ class Follower:
         self.timeout_s = timeout_s
         self.until = until
         self.pins = pins
+        self.gate = gate
         self.sleep = sleep
         self.refused: dict[int, str] = {}  # versions that cannot be installed in this engine, and why
         self._said = ""  # why there is nothing to run
         self.version = 0  # installed; 0: what the engine was started with
         self.is_broken = False  # an installation failed half way: nothing may be generated
         self.is_paused = False  # and if nothing is broken or installed: because it cannot forget
-        self.installing_since: float | None = None  # monotonic seconds
+        self._is_installing = False
+        self._busy_until = 0.0
         self.last_update = LastUpdate()
         self._pull_s = 0.0  # of the version that is being taken
         self._was_whole = True  # when the installation under way began
+        self.has_caught_up = False
+        self.is_held = False  # stay with this version
+        self._asked_with = 0  # the version that was installed when the last question was asked
+        self._one_update = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._told = Status()
+        self._prompts: dict[str, asyncio.Task[Any] | AbstractAsyncContextManager[None]] = {}  # waiting, or inside
 
     @property
     def is_whole(self) -> bool:
         """It answers from one version, or will when the installation under way has ended."""
-        return not (self.is_broken or self.is_paused) or (self.installing_since is not None and self._was_whole)
+        return not (self.is_broken or self.is_paused) or (self._is_installing and self._was_whole)
 
     @property
     def refusal(self) -> tuple[int, str]:
@@ -141,6 +219,7 @@ class Follower:
 
     async def next_version(self) -> int | None:
         """The version to run, if it is not the installed one; or None: ask again."""
+        self._asked_with = self.version
         installed = 0 if self.is_broken else self.version  # the same version repairs, too
         try:
             version = await asyncio.to_thread(
@@ -171,17 +250,51 @@ class Follower:
             case _:
                 self._said = ""
 
+    async def catch_up(self) -> None:
+        """Bring an engine that was started again to the version to run before it answers anything: it has the weights
+        of before the training. One that refuses all there is stays with them, and says so."""
+        while not self.has_caught_up:
+            try:
+                version = await asyncio.to_thread(
+                    self.target, 0, refused=dict(self.refused), pins=self.pins, timeout_s=0.0
+                )
+                if version != self.version and bounded(version, self.until) == version:
+                    await self.update(version)
+                self.has_caught_up = True
+            except NotPublished:
+                self.has_caught_up = True
+            except (UpdateFailed, HubUnreachable, DeadlineExceeded, VersionGone) as error:  # there may be another soon
+                logger.warning("%s: trying again: %s", self.worker, error)
+                await self.sleep(RETRY_DELAY_S)
+        await self._notify()
+
     async def take(self, version: int) -> None:
-        """This one is to be run. Here a subclass may wait, or decide against it."""
-        await self.update(version)
+        """This one is to be run: when nobody holds the engine."""
+        async with self._changed:
+            if self.is_held:
+                await self._changed.wait_for(lambda: not self.is_held)
+                return  # there may be a newer one by now
+        async with self._one_update:
+            # It may have been held since, and have got another one: then this answer is an old one.
+            if not self.is_held and self.version == self._asked_with:
+                await self.update(version)
 
     async def update(self, version: int) -> None:
         """Bring this engine to `version`. One at a time."""
         started = time.monotonic()
+        try:
+            ready = await self.make_ready(version)
+            if ready is not None:
+                await self.prepare(ready)
+                self._pull_s = time.monotonic() - started
+                await self.install(ready)
+        finally:
+            await self._notify()
+
+    async def make_ready(self, version: int) -> int | None:
+        """Fetch it, and return what is to be installed now; None: ask again. Here a subclass may wait."""
         await self.fetch(version)
-        await self.prepare(version)
-        self._pull_s = time.monotonic() - started
-        await self.install(version)
+        return version
 
     async def fetch(self, version: int) -> None:
         """Beside generation: every worker gets its bytes, verified."""
@@ -206,12 +319,20 @@ class Follower:
     async def prepare(self, version: int) -> None:
         """Still generating: wait until no peer reads what the installation will overwrite."""
         try:
+            await self._may_be_busy()
             await self.engine.rpc("tensorhub_prepare_install", self.timeout_s)
         except Exception as error:
             if self._note_refusal(version, await self.engine.rpc("tensorhub_poll")):
                 await self.engine.rpc("tensorhub_discard")
                 raise UpdateFailed(str(error), version=version, phase="prepare") from error
             raise
+        finally:
+            self._busy_until = 0.0
+
+    async def _may_be_busy(self) -> None:
+        """The workers answer nothing else until they have done this, or its time is over."""
+        self._busy_until = time.monotonic() + self.timeout_s
+        await self._notify()
 
     def _note_refusal(self, version: int, workers: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a worker says that this version cannot be installed: then it is not fetched again and again."""
@@ -226,10 +347,21 @@ class Follower:
         return True
 
     async def install(self, version: int) -> None:
+        """Install it, between two prompts where one may not see two versions."""
+        try:
+            if self.gate is not None:
+                await self.gate.close()
+            await self._install(version)
+        finally:
+            if self.gate is not None:
+                await self.gate.open()
+
+    async def _install(self, version: int) -> None:
         """The engine stands still from here to the end."""
         started = time.monotonic()
-        self.installing_since, self._was_whole = started, not (self.is_broken or self.is_paused)
+        self._is_installing, self._was_whole = True, not (self.is_broken or self.is_paused)
         try:
+            await self._may_be_busy()
             if not self.is_paused:
                 await self.engine.pause()
                 self.is_paused = True
@@ -262,13 +394,156 @@ class Follower:
                 lost=len(frozen - running - departed),
             )
         finally:
-            self.installing_since = None
+            self._is_installing, self._busy_until = False, 0.0
 
     async def _go_on(self) -> None:
         """Resume; what was computed with other weights is forgotten by then, or it stays as it is."""
         await self.engine.forget()
         await self.engine.resume()
         self.is_paused = False
+
+    # --- what the owner asks ------------------------------------------------------------------------------------------
+
+    async def answer(self, question: str, *args: Any) -> tuple[tuple[str, str, int], Any]:
+        """Return what comes of it: the error as its kind, message and version ("" and 0: none), and the answer."""
+        try:
+            if question not in QUESTIONS:
+                raise UsageError(f"unknown question {question!r:.80}")
+            return ("", "", 0), await getattr(self, question)(*args)
+        except TensorHubError as error:
+            return (type(error).__name__, error.message, error.version or 0), None
+        except Exception as error:  # a worker's
+            return (UpdateFailed.__name__, f"{type(error).__name__}: {error}", 0), None
+
+    async def news(self, revision: int) -> dict[str, Any]:
+        """Return the status, as soon as it is another one than that."""
+        while self.status_now().revision == revision:
+            async with self._changed:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), NEWS_INTERVAL_S)
+        told: dict[str, Any] = msgspec.to_builtins(self._told)
+        return told
+
+    def status_now(self) -> Status:
+        of_hub = self.of_hub()
+        is_last = self.until is not None and step_of(self.version) >= self.until
+        now = msgspec.structs.replace(
+            self._told,
+            version=self.version,
+            is_whole=self.is_whole,
+            is_broken=self.is_broken,
+            has_caught_up=self.has_caught_up,
+            busy_until=self._busy_until,
+            refusal=self.refusal,
+            stays=is_last or self.refusal[0] > 0 or of_hub.get("pinned") is not None,
+            last=self.last_update,
+            **of_hub,
+        )
+        if now != self._told:
+            self._told = msgspec.structs.replace(now, revision=self._told.revision + 1)
+        return self._told
+
+    def of_hub(self) -> dict[str, Any]:
+        """What the status says of the hub."""
+        return {}
+
+    async def hold(self, version: int = 0) -> int:
+        """Stay with the version that is installed, or with `version` if one is given, until `release`. UpdateFailed
+        when it cannot; one that is broken goes on following then, to be repaired.
+        """
+        version = bounded(version, self.until)
+        async with self._one_update:
+            self.is_held = True
+            try:
+                if version and (self.is_broken or self.version != version):
+                    await self.update(version)
+                if self.is_broken:
+                    raise UpdateFailed(f"{self.worker} has no whole weights now", version=self.version, phase="hold")
+                return self.version
+            finally:
+                if self.is_broken:
+                    await self.release()
+
+    async def release(self) -> None:
+        self.is_held = False
+        await self._notify()
+
+    async def enter(self, name: str, version: int) -> None:
+        """Return when this prompt may begin, see `answering`. It ends with `leave`, in any case."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._prompts[name] = task
+        prompt = self.answering(version)
+        try:
+            await prompt.__aenter__()
+        except BaseException:
+            self._prompts.pop(name, None)
+            raise
+        self._prompts[name] = prompt
+
+    async def leave(self, name: str) -> None:
+        prompt = self._prompts.pop(name, None)
+        if isinstance(prompt, asyncio.Task):
+            prompt.cancel()
+        elif prompt is not None:
+            await prompt.__aexit__(None, None, None)
+
+    @asynccontextmanager
+    async def answering(self, version: int) -> AsyncIterator[None]:
+        """For the time of a prompt, which begins when this version or a later one is installed (`_need`)."""
+        deadline = Deadline.after(self.timeout_s)
+        while True:
+            await self._need(version, deadline)
+            async with self.gate or nullcontext():
+                if not self.is_broken:  # by what it has waited for at the gate: the next installation waits for it
+                    yield
+                    return
+
+    async def _need(self, version: int, deadline: Deadline) -> None:
+        """Return when this version or a later one is installed; UpdateFailed at the deadline, VersionRefused when it
+        cannot be. An older one is enough when that is what operators want to be run."""
+        version = bounded(version, self.until)
+        while self.is_broken or self.version < version:
+            version = min(version, await self._to_run_instead_of(version))
+            refused, why = self.refusal
+            if refused >= version > self.version:
+                raise VersionRefused(why, version=refused)
+            if deadline.expired:
+                raise UpdateFailed(
+                    f"{self.worker} has version {self.version} and was asked to answer from a later one",
+                    version=version,
+                    phase="need",
+                    timeout_s=self.timeout_s,
+                )
+            await self._reach(version, min(deadline.remaining(), ASK_INTERVAL_S))
+
+    async def _reach(self, version: int, timeout_s: float) -> None:
+        """Wait until it is installed, or refused, at most for so long."""
+
+        def is_decided() -> bool:
+            return self.refusal[0] >= version or (self.version >= version and not self.is_broken)
+
+        async with self._changed:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(is_decided), timeout_s)
+
+    async def _to_run_instead_of(self, version: int) -> int:
+        """What the hub says now; the same one if it does not say anything, 0 when there is nothing to be run."""
+        try:
+            return await asyncio.to_thread(self.target, version, pins=self.pins, timeout_s=0.0)
+        except (NotPublished, HubUnreachable):
+            return version
+        except VersionGone:
+            return 0
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def bounded(version: int, until: int | None) -> int:
+    """This version, or the last one that is followed."""
+    return version if until is None else version_of(attempt_of(version), min(step_of(version), until))
 
 
 def _sources(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tensorhub_plugins.core import TensorHubError
+from tensorhub_plugins.core import HubUnreachable, TensorHubError, UsageError, VersionRefused
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.vllm.engine.follower import Follower, UpdateFailed
+from tensorhub_plugins.vllm.engine.follower import UpdateFailed
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 
 logger = get_logger(__name__)
@@ -29,9 +29,9 @@ OWNER_PID = "TENSORHUB_OWNER_PID"  # environment of an engine's actor, inherited
 # every one of them takes a core for good, on two cores the trainer's.
 PROBE_INTERVAL_S = 10.0
 WATCH_INTERVAL_S = 1.0  # how often the actor looks whether vLLM has said that it is dead
-# They keep the workers from answering anything else, for no longer than the seconds that are their last argument.
-BUSY_CALLS = ("tensorhub_prepare_install", "tensorhub_install")
 EXIT_DELAY_S = 0.5  # for answers on their way out; requests still here fail with the actor and are asked elsewhere
+
+ERRORS = {kind.__name__: kind for kind in (HubUnreachable, UsageError, VersionRefused)}  # whose remedy is another one
 
 
 class EngineLost(TensorHubError):
@@ -52,28 +52,40 @@ class Lifeline:
         self.is_dying = False
         self._waiting_since: float | None = None  # the first question since the last answer
         self._pending = 0
-        self._busy_until = 0.0
+        self.busy_until = 0.0  # an installation keeps the engine from answering until then, in monotonic seconds
         self._watching: asyncio.Task[None] | None = None
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """What every worker answers, in rank order. Raises UpdateFailed with what a worker raised, or EngineLost."""
+        with self._translating(method), self._listening():
+            return list(await self.engine.collective_rpc(method, args=args))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """What the follower in the engine's core answers (engine/core_follower.py), however long that takes. Raises
+        what it raised, or EngineLost."""
+        with self._translating(method):
+            told = await self.engine.engine_core.call_utility_async(method, *args)
+        (kind, message, version), answer = told or (("", "", 0), None)
+        if kind:
+            raise ERRORS.get(kind, UpdateFailed)(message, version=version or None)
+        return answer
+
+    @contextlib.contextmanager
+    def _translating(self, method: str) -> Iterator[None]:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            with self._listening(method, args):
-                return list(await self.engine.collective_rpc(method, args=args))
+            yield
         except Exception as error:
             if isinstance(error, EngineDeadError) or self.engine.errored:
                 self.die(error)
                 raise EngineLost(f"{self.worker}: {error}") from error
-            # vLLM hands on what a worker raised as text in an error of its own.
+            # vLLM hands on what was raised there as text in an error of its own.
             raise UpdateFailed(f"{method}: {error}") from error
 
     @contextlib.contextmanager
-    def _listening(self, method: str, args: tuple[Any, ...]) -> Iterator[None]:
+    def _listening(self) -> Iterator[None]:
         """An error is an answer as well."""
-        if method in BUSY_CALLS:
-            self._busy_until = time.monotonic() + args[-1]
         if self._waiting_since is None:
             self._waiting_since = time.monotonic()
         self._pending += 1
@@ -85,7 +97,6 @@ class Lifeline:
             raise
         finally:
             self._pending -= 1
-            self._busy_until = 0.0 if method in BUSY_CALLS else self._busy_until
             if is_answered:
                 self._waiting_since = time.monotonic() if self._pending else None
 
@@ -104,14 +115,9 @@ class Lifeline:
                     await self.rpc("tensorhub_ping")
             await asyncio.sleep(min(WATCH_INTERVAL_S, PROBE_INTERVAL_S))
 
-    def silent_s(self, follower: Follower | None) -> float:
+    def silent_s(self) -> float:
         """Return the seconds for which vLLM has left a question without an answer."""
-        if follower is not None and follower.installing_since is not None:
-            # Its loop is busy with the installation and answers nothing else; that has its own deadline.
-            busy_s = time.monotonic() - follower.installing_since
-            if busy_s <= follower.timeout_s:
-                return 0.0
-        if self._waiting_since is None or time.monotonic() <= self._busy_until:
+        if self._waiting_since is None or time.monotonic() <= self.busy_until:
             return 0.0
         return time.monotonic() - self._waiting_since
 

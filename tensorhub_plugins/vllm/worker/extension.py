@@ -82,8 +82,7 @@ class TensorHubWorkerExtension:
         secret: the run's, if this process's environment has none."""
         import vllm
 
-        if secret is not None and keys_from_environment() is None:
-            os.environ[SECRET_VARIABLE] = secret
+        learn_secret(secret)
         if is_further_rank(self.vllm_config):
             raise UsageError(
                 "vLLM tells only what the first of several data parallel engines answers, so that nobody hears of the "
@@ -152,6 +151,12 @@ class TensorHubWorkerExtension:
     def tensorhub_close(self) -> None:
         """Leave the store; the engine keeps its weights. Takes seconds if no other worker has its version."""
         leave(_model(self), hands_over=True)
+
+
+def learn_secret(secret: str | None) -> None:
+    """Use the run's secret, if this process's environment has none."""
+    if secret is not None and keys_from_environment() is None:
+        os.environ[SECRET_VARIABLE] = secret
 
 
 # --- how a model gets its updater ---

@@ -1,4 +1,4 @@
-"""The gate and the follower: no framework is needed."""
+"""The gate, and what the owner of an engine asks its follower: no framework is needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tensorhub_plugins.core import NotPublished, VersionGone, VersionRefused
-from tensorhub_plugins.openrlhf.follower import Follower, Gate, UpdateFailed
+from tensorhub_plugins.vllm.engine.follower import Follower, Gate, UpdateFailed
 
 
 class FakeEngine:
@@ -81,6 +81,12 @@ def follower(
     return Follower(engine, target, worker="w/0", timeout_s=0.2, gate=gate, until=until, sleep=no_sleep, pins=pins)
 
 
+async def need(one: Follower, version: int) -> None:
+    """Wait as a prompt does."""
+    async with one.answering(version):
+        pass
+
+
 UPDATE = ["start_fetch", "poll", "prepare_install", "pause", "install", "forget", "resume"]
 
 
@@ -124,7 +130,7 @@ def test_with_partial_rollout_nothing_waits() -> None:
     async def story() -> None:
         one = follower(FakeEngine())
         await one.update(1)  # with any number of prompts in flight: there is no gate
-        await one.need(1)
+        await need(one, 1)
 
     asyncio.run(story())
 
@@ -139,7 +145,7 @@ def test_a_version_that_fails_to_arrive_leaves_the_engine_running() -> None:
             await one.update(2)
         assert one.version == 1 and engine.log.count("pause") == 1
         with pytest.raises(UpdateFailed, match="has version 1"):
-            await one.need(2)
+            await need(one, 2)
 
     asyncio.run(story())
 
@@ -154,13 +160,13 @@ def test_half_an_installation_never_answers_until_it_is_repaired() -> None:
             await one.update(2)
         assert engine.log[-1] == "install"  # not resumed
         with pytest.raises(UpdateFailed):
-            await one.need(1)
+            await need(one, 1)
         engine.fails.clear()
         engine.breaks = False
         assert await one.next_version() == 2
         await one.update(2)
         assert engine.log[-1] == "resume"
-        await one.need(2)
+        await need(one, 2)
 
     asyncio.run(story())
 
@@ -256,7 +262,7 @@ def test_an_engine_that_is_held_stays_with_its_version() -> None:
             await asyncio.sleep(0.001)
         assert one.version == 2
         await one.release()
-        await asyncio.wait_for(one.need(5), 5)
+        await asyncio.wait_for(need(one, 5), 5)
         following.cancel()
 
     asyncio.run(story())
@@ -267,7 +273,7 @@ def test_pulling_can_be_switched_off_after_a_version() -> None:
         one = follower(FakeEngine(), newest=5, until=3)
         assert await one.next_version() is None
         await one.update(3)
-        await one.need(5)  # nobody waits for what will not come
+        await need(one, 5)  # nobody waits for what will not come
         assert await one.hold(5) == 3
 
     asyncio.run(story())
@@ -280,14 +286,14 @@ def test_a_prompt_hears_at_once_that_its_version_is_refused() -> None:
         one.timeout_s = 60.0
         await one.update(4)
         engine.refuses, engine.fails["fetch"] = True, "tensor 'x' is unknown"
-        waiting = asyncio.create_task(one.need(5))
+        waiting = asyncio.create_task(need(one, 5))
         while not one._changed._waiters:  # type: ignore[attr-defined]
             await asyncio.sleep(0)
         following = asyncio.create_task(one.follow())
         with pytest.raises(VersionRefused, match="tensor 'x' is unknown") as refused:
             await asyncio.wait_for(waiting, 4.0)  # before it would ask the hub again
         assert refused.value.version == 5 and one.version == 4
-        await one.need(4)  # the control: it has this one
+        await need(one, 4)  # the control: it has this one
         following.cancel()
 
     asyncio.run(story())
@@ -295,7 +301,7 @@ def test_a_prompt_hears_at_once_that_its_version_is_refused() -> None:
 
 @pytest.fixture
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub_plugins.openrlhf.follower.ASK_INTERVAL_S", 0.001)
+    monkeypatch.setattr("tensorhub_plugins.vllm.engine.follower.ASK_INTERVAL_S", 0.001)
 
 
 @pytest.mark.usefixtures("quick_looks")
@@ -305,7 +311,7 @@ def test_prompts_do_not_wait_for_a_version_that_operators_do_not_want_to_be_run(
         one = follower(FakeEngine(), hub=hub)
         await one.update(4)
         hub.newest = 5
-        waiting = asyncio.create_task(one.need(5))
+        waiting = asyncio.create_task(need(one, 5))
         while hub.newest and not one._changed._waiters:  # type: ignore[attr-defined]
             await asyncio.sleep(0)
         assert not waiting.done()  # the control: it waits for what is still to come
@@ -313,13 +319,13 @@ def test_prompts_do_not_wait_for_a_version_that_operators_do_not_want_to_be_run(
         await waiting
         hub.pinned, hub.newest = 0, 4
         hub.withdrawn.add(5)
-        await one.need(5)
+        await need(one, 5)
         hub.newest = 0
         hub.withdrawn.add(4)
-        await one.need(5)  # there is nothing to be run: from whatever it has
+        await need(one, 5)  # there is nothing to be run: from whatever it has
         hub.newest = 6
         with pytest.raises(UpdateFailed, match="has version 4"):
-            await one.need(6)
+            await need(one, 6)
 
     asyncio.run(story())
 
@@ -332,9 +338,9 @@ def test_pins_do_not_apply_to_an_engine_of_sync_training() -> None:
         assert await one.next_version() == 5 and await free.next_version() == 4
         await one.update(4)
         await free.update(4)
-        await free.need(5)
+        await need(free, 5)
         with pytest.raises(UpdateFailed, match="has version 4"):
-            await one.need(5)
+            await need(one, 5)
 
     asyncio.run(story())
 
@@ -344,7 +350,7 @@ def test_an_engine_goes_back_and_a_held_one_does_so_afterwards() -> None:
         hub = FakeHub(newest=5)
         one = follower(FakeEngine(), hub=hub)
         following = asyncio.create_task(one.follow())
-        await one.need(5)
+        await need(one, 5)
         assert await one.hold() == 5
         hub.pinned = 3
         for _ in range(50):
@@ -378,3 +384,105 @@ def test_an_answer_that_was_overtaken_by_an_evaluation_is_not_taken() -> None:
         assert one.version == 5
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(("newest", "until", "version"), [(0, None, 0), (4, None, 4), (4, 2, 0)])
+def test_an_engine_that_was_started_again_catches_up_before_it_answers(
+    newest: int, until: int | None, version: int
+) -> None:
+    async def story() -> None:
+        one = follower(FakeEngine(), newest=newest, until=until)
+        assert not one.status_now().has_caught_up
+        await one.catch_up()
+        assert one.status_now().has_caught_up and one.version == version
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_was_started_again_and_refuses_all_there_is_says_so() -> None:
+    class Hub(FakeHub):
+        def target(self, installed: int, *, refused: Sequence[int] = (), pins: bool = True, timeout_s: float) -> int:
+            if held := {3, 4} - set(refused):
+                return max(held)
+            raise NotPublished("no other one")
+
+    async def story() -> None:
+        engine = FakeEngine()
+        engine.refuses, engine.fails["fetch"] = True, "tensor 'x' is unknown"
+        one = follower(engine, hub=Hub())
+        await asyncio.wait_for(one.catch_up(), 30)
+        assert one.version == 0 and one.status_now().refusal == (4, "tensor 'x' is unknown")
+
+    asyncio.run(story())
+
+
+def test_its_owner_hears_of_every_change_and_of_nothing_else() -> None:
+    class Engine(FakeEngine):
+        async def rpc(self, method: str, *args: object) -> list[dict[str, object]]:
+            for _ in range(5):  # as one that is not made of coroutines of this very loop
+                await asyncio.sleep(0)
+            return await super().rpc(method, *args)
+
+    async def story() -> None:
+        one = follower(Engine(), hub=FakeHub())
+        first = await one.news(-1)
+        waiting = asyncio.create_task(one.news(first["revision"]))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done(), "control: nothing has changed"
+        seen: list[bool] = []
+
+        async def listen() -> None:
+            known = first["revision"]
+            while True:
+                told = await one.news(known)
+                known = told["revision"]
+                seen.append(bool(told["busy_until"]))
+
+        listening = asyncio.create_task(listen())
+        await one.update(3)
+        told = await one.news(first["revision"])
+        assert told["version"] == 3 and not told["busy_until"] and await waiting
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert True in seen and seen[-1] is False, "that it may be busy is told before it is"
+        listening.cancel()
+
+    asyncio.run(story())
+
+
+def test_what_its_owner_asks_is_answered_with_the_error_that_it_came_to() -> None:
+    async def story() -> None:
+        engine = FakeEngine()
+        one = follower(engine, newest=5)
+        assert await one.answer("hold", 2) == (("", "", 0), 2)
+        engine.refuses, engine.fails["fetch"] = True, "tensor 'x' is unknown"
+        with pytest.raises(UpdateFailed):
+            await one.update(5)
+        assert await one.answer("enter", "a", 5) == (("VersionRefused", "tensor 'x' is unknown", 5), None)
+        assert await one.answer("leave", "a") == (("", "", 0), None), "as after a prompt that was answered"
+        (kind, message, version), answer = await one.answer("update", 5)
+        assert (kind, version, answer) == ("UsageError", 0, None) and "'update'" in message
+
+    asyncio.run(story())
+
+
+def test_a_prompt_that_is_given_up_while_it_waits_is_not_waited_for() -> None:
+    async def story() -> None:
+        gate = Gate()
+        one = follower(FakeEngine(), gate=gate)
+        await one.update(1)
+        await one.enter("first", 1)
+        update = asyncio.create_task(one.update(2))
+        while not gate.is_closed:
+            await asyncio.sleep(0)
+        second = asyncio.create_task(one.answer("enter", "second", 1))
+        await asyncio.sleep(0)
+        assert gate.inside == 1 and not second.done()
+        await one.leave("second")
+        await one.leave("first")
+        await update
+        assert second.cancelled() and one.version == 2 and gate.inside == 0 and not one._prompts
+        await one.leave("unknown")
+
+    asyncio.run(asyncio.wait_for(story(), 20))

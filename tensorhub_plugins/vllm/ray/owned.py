@@ -1,0 +1,107 @@
+"""An engine that follows by itself, as the actor asks it that owns it (verl's, OpenRLHF's): over AsyncLLM.
+
+The follower runs in the engine's core (core_follower.py). Its status is sent here whenever it changes: a heartbeat asks
+no core that may be busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+import ray
+
+from tensorhub_plugins.core import TensorHubError
+from tensorhub_plugins.vllm.config import FollowConfig
+from tensorhub_plugins.vllm.engine.core_follower import starts_in
+from tensorhub_plugins.vllm.engine.follower import Status
+from tensorhub_plugins.vllm.engine.spans import Span, spans_of
+from tensorhub_plugins.vllm.ray.health import Lifeline, exit_on_error
+from tensorhub_plugins.vllm.ray.members import Heartbeat
+
+
+class OwnedEngine:
+    """engine: AsyncLLM. status: as the engine's follower has told last; version 0 before it follows."""
+
+    def __init__(self, engine: Any, worker: str) -> None:
+        self.status, self.lifeline = Status(), Lifeline(engine, worker)
+        self._whole_prompts = False
+        self._changed = asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def keep(self, *works: Coroutine[Any, Any, None]) -> None:
+        """Do this until the engine leaves. The actor ends with what fails: it must not pass for one that follows."""
+        for work in (*works, self.lifeline.probe()):
+            task = asyncio.create_task(work)
+            task.add_done_callback(exit_on_error)
+            self._tasks.append(task)
+
+    async def follow(self, joining: dict[str, Any], secret: str | None, how: FollowConfig) -> None:
+        """Have the engine join the store as this, see WorkerConfig, and follow it. Raises what keeps it from that."""
+        self._whole_prompts = how.whole_prompts
+        await self.lifeline.call("tensorhub_follow", joining, msgspec.structs.asdict(how), secret)
+
+    async def watch(self) -> None:
+        """Keep `status`. Runs as long as the engine follows."""
+        while True:
+            news = await self._ask("news", self.status.revision)
+            self.status = msgspec.convert(news, Status)
+            self.lifeline.busy_until = self.status.busy_until
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def caught_up(self) -> None:
+        """Return when it has the version to run, or there is none, see `FollowConfig.catches_up`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.status.has_caught_up)
+
+    @asynccontextmanager
+    async def answering(self, version: int) -> AsyncIterator[None]:
+        """Yield for a prompt when this version or a later one is installed, or what operators want
+        to be run instead. UpdateFailed when that takes too long, VersionRefused when it cannot be."""
+        if self.status.may_answer(version) and not self._whole_prompts:
+            yield
+            return
+        name = uuid.uuid4().hex
+        try:
+            await self._ask("enter", name, version)
+            yield
+        finally:
+            with suppress(TensorHubError):  # it has left the store
+                await self._ask("leave", name)
+
+    async def hold(self, version: int) -> int:
+        """See `Follower.hold`."""
+        return int(await self._ask("hold", version))
+
+    async def release(self) -> None:
+        await self._ask("release")
+
+    async def _ask(self, question: str, *given: Any) -> Any:
+        return await self.lifeline.call("tensorhub_ask", question, given)
+
+    async def leave(self) -> None:
+        """Follow no more, and say so: the hub forgets this engine at once."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.lifeline.call("tensorhub_leave")
+
+    def heartbeat(self, **own: Any) -> Heartbeat:
+        """Return what a dispatcher asks. own: what only this framework's actor knows."""
+        last, silent_s = self.status.last, self.lifeline.silent_s()
+        told = {"version": self.status.version, "refusal": self.status.refusal, "silent_s": silent_s}
+        cost = {"pull_s": last.pull_s, "pause_s": last.pause_s, "sources": last.sources}
+        said: Any = {**told, **cost, "node": ray.get_runtime_context().get_node_id(), **own}
+        beat: Heartbeat = said
+        return beat
+
+    async def spans(self, request: str, tokens: int) -> tuple[Span, ...]:
+        """Return the versions of this request's only answer, of which `tokens` have come; (): they are not known. Ask
+        once, of every request that has a name of ours (spans.py)."""
+        found = await starts_in(self.lifeline.engine.engine_core, request, forget=True)
+        return spans_of(found[0][1], tokens) if len(found) == 1 else ()
