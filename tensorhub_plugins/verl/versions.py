@@ -28,18 +28,19 @@ def step_of_version(version: int) -> int:
 
 
 def waits_for_trainer(version: int, attempt: int) -> str:
-    """Why a replica with this version takes no work: the trainer's newest attempt is this one. "": it does.
+    """Return why a replica with this version takes no work: the trainer's newest attempt is this one. "": it does.
 
-    A version of a former life may be far behind the step from which the trainer resumes, or of a past that did not
-    happen. The first of the new life comes at once."""
+    A version of a former incarnation may be far behind the step from which the trainer resumes, or of a past that did
+    not happen. The first of the new one comes at once.
+    """
     if attempt_of(version) >= attempt:
         return ""
     return f"has version {version_text(version)}, and waits for the first of attempt {attempt}"
 
 
 def told(spans: Sequence[Span], *, split: bool) -> dict[str, Any]:
-    """What an answer says of its versions, in verl's steps, to `routing` on its way to verl's client. split: that
-    client goes on with answers that were broken off."""
+    """Return what an answer says of its versions, in verl's steps, to `routing` on its way to verl's client. split:
+    that client goes on with answers that were broken off."""
     steps = [(step_of_version(version), tokens) for version, tokens in spans]
     oldest = min(step for step, _ in steps)  # it may have gone back
     return {"global_steps": oldest, "tensorhub_spans": steps, "tensorhub_split": split}

@@ -31,7 +31,7 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
     serve_timeout_s: float = 120.0  # for what serving takes after an install: publishing, dropping the last version
 
     def connect(self, *, replica: str | None = None, **given: Any) -> Client:
-        """A client of the store, as this engine or under another name. given: options of Client, over these."""
+        """Make a client of the store, as this engine or under another name. given: options of Client, over these."""
         own: dict[str, Any] = {
             "location": msgspec.structs.replace(here(), **self.location),
             "transports": self.transports,
@@ -72,7 +72,7 @@ class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class FollowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an engine follows. Who owns an engine (verl, OpenRLHF) sends it as a dict, see ray/owned.py."""
+    """How an engine follows. What owns an engine (verl, OpenRLHF) sends it as a dict, see ray/owned.py."""
 
     when: Literal["idle", "now"] = "now"  # see engine/core_follower.py
     patience_s: float = 60.0
@@ -104,7 +104,8 @@ def parse(given: Mapping[str, Any] | None, vllm_config: Any) -> tuple[StartConfi
 
 
 def configure(given: Mapping[str, Any], vllm_config: Any, where: str = "the store's configuration") -> WorkerConfig:
-    """What a person gives on vLLM's command line, with what can be known filled in; UsageError says what is wrong."""
+    """Return what a user gives on vLLM's command line, with what can be known filled in. Raise UsageError that says
+    what is wrong."""
     filled = {"run": "default", "replica": f"{socket.gethostname()}-{vllm_config.instance_id}", **given}
     if not filled.get("hub") and os.environ.get(HUB_ENVIRONMENT):
         filled["hub"] = os.environ[HUB_ENVIRONMENT]
@@ -112,7 +113,7 @@ def configure(given: Mapping[str, Any], vllm_config: Any, where: str = "the stor
 
 
 def of_rank(config: WorkerConfig, vllm_config: Any) -> WorkerConfig:
-    """As this data parallel rank joins the store.
+    """Return the configuration as this data parallel rank joins the store.
 
     vLLM makes engines of a dense model's that know nothing of each other and have one configuration: all but the first
     get a name of their own here, or the hub would take them for one worker. Those of a mixture of experts are parts of
@@ -126,10 +127,10 @@ def of_rank(config: WorkerConfig, vllm_config: Any) -> WorkerConfig:
 
 
 def is_further_rank(vllm_config: Any) -> bool:
-    """Whether this is an engine of its own among several data parallel ranks, but not the first."""
+    """Return whether this is an engine of its own among several data parallel ranks, but not the first."""
     return not shares_experts(vllm_config) and bool(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
 
 
 def shares_experts(vllm_config: Any) -> bool:
-    """Whether the engine consists of several data parallel ranks: vLLM says so of mixtures of experts only."""
+    """Return whether the engine consists of several data parallel ranks: vLLM says so of mixtures of experts only."""
     return bool(getattr(vllm_config.parallel_config, "data_parallel_size", 1) > 1)

@@ -29,7 +29,7 @@ from tensorhub_plugins.vllm.names import LEAVING_S, NAME, WEIGHT_TRANSFER_FIRST,
 
 
 def register() -> None:
-    """The entry point `vllm.general_plugins`."""
+    """Register everything: the entry point `vllm.general_plugins`."""
     try:
         after_import({name: partial(_add, name, add) for name, add in ADDITIONS.items()})
     except Exception as error:  # an engine that never asked for us must start all the same
@@ -42,7 +42,7 @@ def _add_load_format(model_loader: Any) -> None:
 
 
 def _make_loader(load_config: Any) -> Any:
-    """vLLM calls this as it would a loader's class."""
+    """Make the loader; vLLM calls this as it would a loader's class."""
     _check_version()
     from tensorhub_plugins.vllm.load_format import TensorHubModelLoader
 
@@ -74,7 +74,7 @@ def _check_version(**needs: str) -> None:
 
 
 def _add_to_engine_core(core: Any) -> None:
-    """Workers cannot reach the scheduler and its caches: core_follower.py gets hold of them here, when asked for."""
+    """Give core_follower.py hold of the scheduler and its caches, when asked for: workers cannot reach them."""
 
     def initialize_kv_caches(original: Any, engine_core: Any, vllm_config: Any) -> Any:
         result = original(engine_core, vllm_config)
@@ -97,7 +97,7 @@ def _add_to_engine_core(core: Any) -> None:
 
 
 def _add_health_check(async_llm: Any) -> None:
-    """An engine whose weights are mixed holds its requests, and its health check says so."""
+    """Have the health check say that an engine whose weights are mixed holds its requests."""
 
     async def check_health(original: Any, engine: Any) -> None:
         await original(engine)
@@ -110,8 +110,8 @@ def _add_health_check(async_llm: Any) -> None:
 
 
 def _add_time_to_leave(utils: Any) -> None:
-    """A core hands over what only it has when it ends; vLLM kills it at once by default, or when its requests had their
-    time. Its parent waits only until it has."""
+    """Give a core time to hand over what only it has when it ends; vLLM kills it at once by default, or when its
+    requests had their time. Its parent waits only until it has."""
 
     def begin(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         configs = (each for each in (*args, *kwargs.values()) if hasattr(each, "load_config"))
@@ -126,7 +126,7 @@ def _add_time_to_leave(utils: Any) -> None:
 
 
 def _add_ends_of_client(core_client: Any) -> None:
-    """`vllm serve` and `LLM` wait here for their cores."""
+    """Have signals end `vllm serve` and `LLM` while they wait for their cores."""
 
     def begin(original: Any, self: Any, asyncio_mode: bool, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         with _ends_at_signals(vllm_config, interactive=not asyncio_mode):
@@ -136,7 +136,7 @@ def _add_ends_of_client(core_client: Any) -> None:
 
 
 def _add_ends_of_core(abstract: Any) -> None:
-    """Here a core waits for its workers, or loads the weights itself."""
+    """Have signals end a core while it waits for its workers, or loads the weights itself."""
 
     def begin(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         with _ends_at_signals(vllm_config, interactive=True):
@@ -154,7 +154,7 @@ def _ends_at_signals(vllm_config: Any, *, interactive: bool) -> Any:
 
 
 def _add_routes(serve: Any) -> None:
-    """`vllm serve` tells which version it has."""
+    """Have `vllm serve` tell which version it has."""
 
     def register(original: Any, app: Any) -> None:
         original(app)
@@ -166,7 +166,7 @@ def _add_routes(serve: Any) -> None:
 
 
 def _add_pooling(serving: Any) -> None:
-    """What is made of several requests is of one version."""
+    """Make what is made of several requests of one version."""
     from tensorhub_plugins.vllm.engine.pooling import of_one_version
 
     base = getattr(serving, "PoolingBaseServing", None) or serving.PoolingServingBase  # its name before vLLM 0.25
@@ -211,7 +211,7 @@ def _add_offline_pooling(offline: Any) -> None:
 
 
 def _add_draining(multiproc_executor: Any) -> None:
-    """An answer that is not fetched is taken for the answer to the next call."""
+    """Fetch every answer: one that is not fetched is taken for the answer to the next call."""
     from tensorhub_plugins.vllm.answers import all_fetched
 
     executor = multiproc_executor.MultiprocExecutor

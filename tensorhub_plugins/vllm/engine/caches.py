@@ -2,8 +2,8 @@
 
 vLLM forgets it all on request, but refuses while a request that is not running keeps blocks of KV:
 
-    a streaming-input session that waits for more    is let go of here and computed anew when its next input comes
-    KV that comes from, or goes to, another engine   cannot be taken away from who writes or reads it: see `held_by`
+    a streaming-input session that waits for more    is released here and computed anew when its next input comes
+    KV that comes from, or goes to, another engine   cannot be taken away from what writes or reads it: see `held_by`
 
 Where weights have changed and vLLM has not forgotten since, the caches are *stale*: nothing may be computed with them.
 """
@@ -37,7 +37,7 @@ class Caches:
     """Use it in the core's loop."""
 
     def __init__(self, core: Any) -> None:
-        """core: vLLM's EngineCore, whose own resets let go of sessions from here on, too."""
+        """Wrap vLLM's resets. core: vLLM's EngineCore, whose own resets release sessions from here on, too."""
         self._core = core
         self._let_go: dict[str, int] = {}  # sessions, and how many tokens of them had been computed
         self._is_asked = False  # when a session goes on
@@ -56,14 +56,15 @@ class Caches:
         core.reset_prefix_cache = reset_prefix_cache
 
     def forget(self) -> None:
-        """StaleCaches, with nothing changed but that requests are computed anew: not all could be forgotten."""
+        """Forget all, or raise StaleCaches, with nothing changed but that requests are computed anew: not all could be
+        forgotten."""
         cause: Exception | None = None
         try:
             done = self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
             self._core.reset_encoder_cache()
         except RuntimeError as error:
             done, cause = False, error
-        if done is False:  # vLLM's own text guesses at who keeps it
+        if done is False:  # vLLM's own text guesses at what keeps it
             why = self.held_by() or f"vLLM keeps what it has computed ({cause or 'it does not say why'})"
             self.refusal = f"the weights have changed, and what others have computed stays: {why}" * self.is_stale
             raise StaleCaches(self.refusal or why) from cause
@@ -92,7 +93,7 @@ class Caches:
         return self.refusal
 
     def held_by(self) -> str:
-        """What keeps blocks of KV that cannot be computed anew, and the way out, in words; "": nothing does."""
+        """Return what keeps blocks of KV that cannot be computed anew, and the way out, in words; "": nothing does."""
         kept: dict[str, list[str]] = {}
         for name, request in self._core.scheduler.requests.items():
             status = request.status.name
@@ -114,7 +115,8 @@ class Caches:
         return hasattr(scheduler, "_update_request_as_session") and hasattr(scheduler, "_free_request_blocks")
 
     def _release_sessions(self) -> None:
-        """As vLLM preempts a request that is running: what waits and has been computed is computed anew."""
+        """Release sessions as vLLM preempts a request that is running: what waits and has been computed is computed
+        anew."""
         scheduler = self._core.scheduler
         if not self._knows_sessions:
             return
@@ -136,7 +138,8 @@ class Caches:
     def _continued(self, original: Any) -> Any:
         @wraps(original)
         def update_request_as_session(session: Any, update: Any) -> Any:
-            """vLLM keeps of a session the tokens that were computed, which it asks for by their number."""
+            """Wrap an update of a session: vLLM keeps of it the tokens that were computed, which it asks for by their
+            number."""
             computed = self._let_go.pop(session.request_id, None)
             if computed is None:
                 return original(session, update)

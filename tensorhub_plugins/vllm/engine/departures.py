@@ -1,4 +1,4 @@
-"""Which requests somebody has aborted while an engine stands still: whoever asked has gone, and nothing is lost."""
+"""Which requests were aborted while an engine stands still: their callers have gone, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Departures:
-    """owner: who is asked to `abort_requests`, by clients that leave. running: the requests that there are."""
+    """owner: what is asked to `abort_requests`, by clients that leave. running: the requests that there are."""
 
     def __init__(self, owner: Any, running: Callable[[], Iterable[str]]) -> None:
         self._gone: set[str] | None = None

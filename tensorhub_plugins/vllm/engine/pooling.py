@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ATTEMPTS_MAX = 5  # an install takes a moment, and versions are seconds apart
 PAIRED = ("embed", "token_embed")  # what a model computes where LLM.score compares two of its answers
-PLUGIN = "plugin"  # the pooling task whose answer somebody's own code makes of several
+PLUGIN = "plugin"  # the pooling task whose answer a user's own code makes of several
 
 T = TypeVar("T")
 
@@ -151,7 +151,7 @@ def _epoch_here(engine: Any) -> int:
 async def _while_weights_rest(
     engine: Any, compute: Callable[[int], Awaitable[T]], is_of_several: Callable[[], bool] = lambda: True
 ) -> T:
-    """What was computed while the weights changed is computed again, if it is of several requests; HTTP 503 after
+    """Compute again what was computed while the weights changed, if it is of several requests; HTTP 503 after
     ATTEMPTS_MAX changes."""
     for attempt in range(ATTEMPTS_MAX):
         before = await _epochs(engine)

@@ -53,7 +53,7 @@ ANSWER_TIMEOUT_S = LOOP_TIMEOUT_S + 30.0  # the rank itself says what it has wai
 
 
 def store_of(core: Any) -> Store:
-    """A connection of our own to where this core's ranks have met: one is used by one thread at a time."""
+    """Return a connection of our own to where this core's ranks have met: one is used by one thread at a time."""
     if not hasattr(core, "dp_store"):
         raise UsageError(
             "vLLM's engine core has no dp_store, by which its data parallel ranks would be told of new versions: use a "
@@ -80,7 +80,7 @@ class FirstRank:
         return all(await self._all("is_idle"))
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Of all workers: those of the first rank, then of the second, and so on, as their shards are."""
+        """Return all workers' answers: those of the first rank, then of the second, and so on, as their shards are."""
         return [worker for rank in await self._all("rpc", method, *args) for worker in rank]
 
     async def held_by(self) -> str:
@@ -118,7 +118,7 @@ class FirstRank:
         self._answers(asked)
 
     async def _all(self, question: str, *args: Any) -> list[Any]:
-        """The answers in the order of ranks; when all have answered, whatever failed."""
+        """Return the answers in the order of ranks; when all have answered, whatever failed."""
         asked = self._ask(question, *args)
         mine = getattr(self._core, question)(*args)
         others = asyncio.to_thread(self._answers, asked)
@@ -134,7 +134,7 @@ class FirstRank:
         return self._asked
 
     def _answers(self, asked: int) -> list[Any]:
-        """TensorHubError: a rank could not, or did not answer."""
+        """Return the answers. Raise TensorHubError: a rank could not, or did not answer."""
         keys = [f"answer/{asked}/{rank}" for rank in range(1, self._ranks)]
         try:
             self._store.wait(keys, timedelta(seconds=ANSWER_TIMEOUT_S))
@@ -161,7 +161,8 @@ class OtherRank:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """Whether the weights are broken, and how long the hub has been silent, the first rank knows."""
+        """Return the status: whether the weights are broken, and how long the hub has been silent, the first rank
+        knows."""
         return status(self._joining, self._start.follow, self._core.version, False, 0.0)
 
     def close(self) -> None:
@@ -183,7 +184,7 @@ class OtherRank:
             number += 1
 
     def _answer(self, question: str, args: list[Any]) -> str:
-        """Why not, or ""; and what is answered."""
+        """Return why not, or ""; and what is answered."""
         try:
             if question not in QUESTIONS:
                 raise UsageError(f"unknown question {question!r}")

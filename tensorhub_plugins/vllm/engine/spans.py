@@ -4,8 +4,8 @@ The engine core is the one place where requests and weights change one after the
 are switched while nothing runs, and the scheduler knows how many tokens every request has by then. So this is exact,
 also where requests outlive a change of the weights ("follow": "now", or "idle" when its patience ends).
 
-Only requests whose name asks for it (`NAMED`) are remembered. Who asked keeps the request's name; vLLM adds to it, also
-which of several prompts and which of `n` answers one is: of these each has its own versions.
+Only requests whose name asks for it (`NAMED`) are remembered. The caller keeps the request's name; vLLM adds to it
+as well which of several prompts and which of `n` answers one is: of these each has its own versions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Spans:
         self._count = 0  # of answers
 
     def added(self, request: str) -> None:
-        """A request has come, under vLLM's name for it."""
+        """Note that a request has come, under vLLM's name for it."""
         found = _named(request)
         if found is None:
             return
@@ -47,7 +47,8 @@ class Spans:
             self.pop(next(iter(self._starts)))
 
     def switched(self, version: int, produced: Mapping[str, int]) -> None:
-        """The weights are another version from here on. produced: the tokens that each unfinished request has."""
+        """Note that the weights are another version from here on. produced: the tokens that each unfinished request
+        has."""
         for request, tokens in produced.items():
             found = _named(request)
             starts = None if found is None else self._starts.get(found[0], {}).get(found[1])
@@ -60,7 +61,7 @@ class Spans:
         self.version, self._is_known = version, True
 
     def settle(self, version: int, produced: Mapping[str, int]) -> None:
-        """The weights turn out to be this version. What came before anybody knew came from it, too."""
+        """Note that the weights turn out to be this version. What came before that was known came from it, too."""
         if not self._is_known:
             for starts in (starts for answers in self._starts.values() for starts in answers.values() if starts):
                 starts[:] = [(version, 0)]
@@ -69,11 +70,12 @@ class Spans:
             self.switched(version, produced)
 
     def of(self, name: str) -> list[tuple[Place, list[Start]]]:
-        """Where the versions of each answer of this request start, in tokens. Missing, or none: it is not known."""
+        """Return where the versions of each answer of this request start, in tokens. Missing, or none: it is not
+        known."""
         return sorted((place, list(starts)) for place, starts in self._starts.get(name, {}).items())
 
     def pop(self, name: str) -> list[tuple[Place, list[Start]]]:
-        """The same, and forget it."""
+        """Do as `of`, and forget the request."""
         found = self.of(name)
         self._count -= len(self._starts.pop(name, ()))
         self._requests.pop(name, None)
@@ -88,6 +90,7 @@ def spans_of(starts: Sequence[Sequence[int]], tokens: int) -> tuple[Span, ...]:
 
 
 def _named(request: str) -> tuple[str, Place] | None:
-    """The name in vLLM's name of an answer, `[SAMPLE_]cmpl-NAME[-PROMPT]-RANDOM` (or `_PROMPT`), and its place."""
+    """Return the name in vLLM's name of an answer, `[SAMPLE_]cmpl-NAME[-PROMPT]-RANDOM` (or `_PROMPT`), and its
+    place."""
     found = NAMED.search(request)
     return None if found is None else (found[2], (int(found[3] or 0), int(found[1] or 0)))

@@ -28,17 +28,17 @@ class Staleness:
 
     @property
     def is_cut_off(self) -> bool:
-        """No new work."""
+        """Return whether no new work is taken."""
         return self.limit_s is not None and self._silent_s() > self.limit_s
 
     def why_not(self) -> str:
-        """For an engine that gets no new work, in words; "": it may."""
+        """Return why an engine gets no new work, in words; "": it may."""
         if not self.is_cut_off:
             return ""
         return f"{self._worker} has not heard of the hub for {self._silent_s():.0f} s (staleness_s is {self.limit_s:g})"
 
     async def watch(self) -> None:
-        """Say it when it changes. Runs as long as the engine; whom it is cut off from cannot ask."""
+        """Say it when it changes. Runs as long as the engine; the hub that it is cut off from cannot ask."""
         while True:
             why_not = self.why_not()
             if why_not and not self._said:
