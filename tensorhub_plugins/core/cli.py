@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
@@ -110,6 +110,7 @@ def _main(arguments: list[str]) -> int:
     )
     _add_secret(server)
     server.add_argument("--verbose", action="store_true", help="log every decision")
+    _add_metrics(server)
     _add_limits(server)
     keygen = commands.add_parser("keygen", help="write a new secret for a hub and its workers, readable by you only")
     keygen.add_argument("file", type=Path, help="where to; set it as TENSORHUB_SECRET_FILE on all nodes")
@@ -248,6 +249,16 @@ def _add_fleet(actions: Any) -> None:
         )
 
 
+def _add_metrics(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--metrics-host", metavar="HOST", default="127.0.0.1", help="(default: %(default)s)")
+    command.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="serve Prometheus' /metrics there; -1: nowhere (default: the hub's own port + 1, if it is free)",
+    )
+
+
 def _add_limits(command: argparse.ArgumentParser) -> None:
     for name, (_, _, words) in LIMITS.items():
         default = getattr(HubLimits(), name)
@@ -275,7 +286,7 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: stop.set()) for number in signals]
     try:
-        with Server(address, limits=limits, keys=keys, insecure=options.insecure) as server:
+        with Server(address, limits=limits, keys=keys, insecure=options.insecure) as server, _metrics(server, options):
             try:
                 print(f"tensorhub server at {server.address}", flush=True)
             except OSError as error:  # the hub's log has it, too
@@ -291,6 +302,26 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _metrics(server: Server, options: argparse.Namespace) -> Iterator[None]:
+    """Serve the hub's figures within the block. A port that was not chosen may be taken: the hub runs all the same."""
+    port = options.metrics_port
+    if port == -1:
+        yield
+        return
+    exposition = import_module("tensorhub_plugins.core.hub.exposition")  # an HTTP server, which no other command needs
+    with contextlib.ExitStack() as stack:
+        try:
+            own = parse_address(server.address, "tcp")[1] + 1
+            url = stack.enter_context(exposition.served(server, options.metrics_host, own if port is None else port))
+            logging.getLogger("tensorhub.hub").info("metrics at %s", url)
+        except UsageError as error:
+            if port is not None:
+                raise
+            _say(f"tensorhub: {error.message}")
+        yield
 
 
 def check_sync(model: Path, settings: dict[str, Any]) -> int:

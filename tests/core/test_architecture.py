@@ -57,6 +57,7 @@ PURE = {
     "hub.registry",
     "hub.report",
     "hub.selection",
+    "hub.metrics",
     "hub.state",
     "hub.unreached",
     "hub.waiters",
@@ -85,7 +86,7 @@ PURE_IN_ADAPTERS = {
     "verl.load",
     "verl.versions",
 }
-SHELLS_OF_THE_HUB = {"core.hub.server", "core.hub.__init__"}  # all else there decides
+SHELLS_OF_THE_HUB = {"core.hub.server", "core.hub.exposition", "core.hub.__init__"}  # all else there decides
 
 # All that pure modules need. What is not here has a clock, chance, a socket, a thread, or is torch.
 LIBRARIES_OF_PURE = {

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,29 @@ def test_a_server_prints_its_port_serves_and_ends_when_told():
         _, log = process.communicate(timeout=20)
         assert process.returncode == 0
         assert "version 1 is visible" in log and "Traceback" not in log
+
+
+@pytest.mark.parametrize("flags", [(), ("--metrics-host", "localhost"), ("--metrics-port", "-1")], ids=" ".join)
+def test_a_server_serves_its_figures_unless_told_not_to(flags):
+    with server_process("--address", "tcp://127.0.0.1:0", *flags) as (process, address):
+        while "metrics at" not in (line := process.stderr.readline()) and "listens on" not in line:
+            assert line, process.poll()
+        if "metrics at" not in line and "-1" not in flags:
+            line = process.stderr.readline()
+        if "-1" in flags:
+            assert "metrics" not in line
+            return
+        url = re.search(r"metrics at (http://\S+/metrics)", line)[1]
+        assert url.startswith(f"http://{flags[1] if flags else '127.0.0.1'}:{int(address.rpartition(':')[2]) + 1}/")
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert "tensorhub_hub_answers 1.0" in answer.read().decode()
+
+
+def test_metrics_at_an_address_that_is_taken_are_refused_where_it_was_chosen(capsys):
+    with start_server() as other:
+        port = other.address.rpartition(":")[2]
+        assert main(["server", "--address", "tcp://127.0.0.1:0", "--metrics-port", port]) == 1
+    assert "choose --metrics-port" in capsys.readouterr().err
 
 
 def test_the_address_is_taken(capsys):

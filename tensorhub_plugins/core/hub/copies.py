@@ -40,6 +40,11 @@ class Copies:
         """Return whether this replica by itself has every shard, whole."""
         return len(self._of_replica.get(((layout, shard_count), replica), ())) == shard_count
 
+    def whole_replicas(self) -> int:
+        """Return how many replicas have every shard of some layout."""
+        whole = ((cut, group) for (cut, group), shards in self._of_replica.items() if len(shards) == cut[1])
+        return len({group for _, group in whole})
+
     def has_whole(self, layout: str, *, without: Iterable[ShardKey] = ()) -> bool:
         """Return whether every shard of this layout has a copy. without: do not count one copy of each of these."""
         leaving = Counter(without)

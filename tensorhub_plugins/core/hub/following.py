@@ -56,7 +56,7 @@ class Following:
     def try_target(self, pending: Pending, target: m.Target, now: float) -> m.Reply | None:
         """Return the version for a follower to run. It goes back only to a pinned version, or from one that is over."""
         history, installed = pending.worker.history, target.installed
-        self._note_refusal(pending.worker, target)
+        self._note_follower(pending.worker, target, now)
         pin = history.directive.pin if target.pins else 0
         if pin:
             overruled = history.directive.serial > target.serial  # pinned after it was refused
@@ -82,12 +82,14 @@ class Following:
             text = f"version {installed}, which is installed, was withdrawn, and there is no other to run: publish one"
         return m.Refused(target.request_id, error, text)
 
-    def _note_refusal(self, worker: Worker, target: m.Target) -> None:
-        """Remember for people the newest version that the worker refuses, if it is above the installed one.
+    def _note_follower(self, worker: Worker, target: m.Target, now: float) -> None:
+        """Remember for people what the worker runs, and the newest version that it refuses, if that is above it.
 
         A question that does not wait, and names none, says nothing of that."""
         if not (target.refused or target.timeout_s):
             return
+        if worker.installed != target.installed:
+            worker.installed, worker.installed_at = target.installed, now
         newest = max(target.refused, default=0)
         refusal = (newest, target.why) if newest > target.installed else (0, "")
         if refusal != worker.refusal:

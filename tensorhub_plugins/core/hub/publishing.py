@@ -138,7 +138,7 @@ class Publishing:
             worker.depth.pop(key, None)
         self._registry.refresh_candidate(worker, key)
         if not version.visible and self._shows(version, mine):
-            self._show(history, version)
+            self._show(history, version, now)
         if worker.role != "reader" and version.visible:
             self._take_in(history, version, now)
         return None
@@ -207,9 +207,9 @@ class Publishing:
         """Return whether worker's replica by itself holds every shard (rule 2)."""
         return version.copies.replica_has_all(key.layout, key.shard_count, worker.group)
 
-    def _show(self, history: History, version: Version) -> None:
+    def _show(self, history: History, version: Version, now: float) -> None:
         version.visible = version.was_visible = True
-        history.show(version.number)
+        history.show(version.number, now)
         self._registry.waiters.mark_changed(history, ANY_VERSION, room=False)
         self._outbox.log(f"{history.name}: version {version_text(version.number)} is visible")
 

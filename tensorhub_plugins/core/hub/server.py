@@ -20,16 +20,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from queue import SimpleQueue
 from typing import cast
 
 import zmq
 
 from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.deadline import Deadline
-from tensorhub_plugins.core.errors import ProtocolError, UsageError
+from tensorhub_plugins.core.errors import DeadlineExceeded, ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub
 from tensorhub_plugins.core.hub.limits import SESSIONS_MAX, HubLimits
+from tensorhub_plugins.core.hub.metrics import Metric, hub_figure, metrics
 from tensorhub_plugins.core.hub.names import Names, public_name
 from tensorhub_plugins.core.hub.rates import Rates
 from tensorhub_plugins.core.process import ForeignPort, files_left, raise_files_max
@@ -56,10 +59,12 @@ LOOKUP_S = 5.0  # of the name of the address to listen at
 BACKLOG = 4096  # thousands of workers connect at once when a job starts; Linux' own limit
 FILES_KEPT = 64  # for what is no worker: refused connections, requests for the status, logs
 FILES_FREE_MIN = 2  # ZeroMQ needs one to accept a connection, and would only fail silently
+FIGURES_TIMEOUT_S = 5.0  # for the hub's thread to say what it measures: it looks ten times a second
 DEAF_S_MIN = 1.0  # between two readings of the clock, normally a tenth of that: we were stopped, or starved
 RECEIVE_BURST_MAX = 1_000  # messages handled before the clock is read again
 REFUSALS_LOGGED_PER_S = 10
 LOGGED_PER_S = 1000  # lines in all: thousands of workers may come, or be lost, at once
+CONNECTIONS_LEFT = "tensorhub_hub_connections_left", "connections that the hub can still accept"
 NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining two enums costs as much as sending
 
 
@@ -161,7 +166,7 @@ class Server:
             raise UsageError(f"the hub cannot listen on {address}: {error}; choose another address or port") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._port = ForeignPort(parse_address(self.address, "tcp")[1])  # a child would accept and never serve
-        self._stop = threading.Event()
+        self._stop, self._asked = threading.Event(), SimpleQueue[Future[list[Metric]]]()
         self._refused_at = [0.0] * REFUSALS_LOGGED_PER_S
         self._logged_at, self._left_out = deque([float("-inf")] * LOGGED_PER_S, LOGGED_PER_S), 0  # lines
         self._thread = threading.Thread(target=self._run, name="tensorhub-hub", daemon=True)
@@ -175,6 +180,15 @@ class Server:
     def is_alive(self) -> bool:
         """Return whether it still serves."""
         return self._thread.is_alive()
+
+    def figures(self, timeout_s: float = FIGURES_TIMEOUT_S) -> list[Metric]:
+        """Return what the hub measures (metrics.py). Any thread may ask. Raise DeadlineExceeded without an answer."""
+        asked: Future[list[Metric]] = Future()
+        self._asked.put(asked)
+        try:
+            return asked.result(timeout_s)
+        except FutureTimeout:
+            raise DeadlineExceeded("the hub's thread does not answer", phase="figures", timeout_s=timeout_s) from None
 
     def __enter__(self) -> Server:
         return self
@@ -205,6 +219,7 @@ class Server:
                     self._handle(hub.Tick(), now)
                     self._check_files()
                     next_tick = self._hub.next_deadline(now)
+                self._say_figures(now)
                 if poller.poll(int(1000 * min(0.1, max(0.0, next_tick - now)))):
                     self._let_in()
                     self._receive_burst()
@@ -214,6 +229,19 @@ class Server:
             raise
         finally:
             self._free()
+
+    def _say_figures(self, now: float) -> None:
+        """Give the same figures to all threads that have asked."""
+        found: list[Metric] = []
+        while not self._asked.empty():
+            asked = self._asked.get()
+            try:
+                if not found:
+                    left = float(files_left(self._files_max))
+                    found = [*metrics(self._hub.registry, now), hub_figure(*CONNECTIONS_LEFT, left)]
+                asked.set_result(found)
+            except Exception as error:  # it goes on without figures
+                asked.set_exception(error)
 
     def _now(self) -> float:
         """Return the clock's time; when this process has stood still until now, notify the hub of that first."""

@@ -193,6 +193,8 @@ class Worker(_Referred):
     last_request_id: int = 0  # the highest that is known
     seen_version: int = 0
     refusal: tuple[int, str] = (0, "")  # the newest version that it cannot install, and why; 0: none
+    installed: int | None = None  # what it runs, as a follower (0: nothing yet); None: it follows nothing
+    installed_at: float = 0.0  # when it was first heard to run that
     holdings: dict[ShardKey, Holding] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)  # as a reader
     readers: dict[tuple[bytes, int], Lease] = field(default_factory=dict)  # as a source
@@ -358,6 +360,7 @@ class History:
     published_size_bytes: int = 0  # by its trainers, and held by them
     is_over_budget: bool = False  # the excess was logged
     newest_visible: int = 0  # ever, except those that are over
+    newest_at: float = 0.0  # when it became visible here
     shown: list[int] = field(default_factory=list)  # the newest that ever were visible, sorted
     corrupt_segments: int = 0  # that readers got, from workers that may have left since
     directive: m.Directive = m.NO_DIRECTIVE
@@ -421,12 +424,13 @@ class History:
         """Return the visible versions, the newest first."""
         return sorted((n for n, v in self.versions.items() if v.visible), reverse=True)
 
-    def show(self, number: int) -> None:
+    def show(self, number: int, now: float) -> None:
         """Note that this version is visible."""
         if number not in self.shown:
             insort(self.shown, number)
             del self.shown[:-SHOWN_MAX]
         self._refresh_newest()
+        self.newest_at = now if self.newest_visible == number else self.newest_at
 
     def _refresh_newest(self) -> None:
         """Forget a newest version that is over: older ones are not gone, and the next is not too low."""

@@ -1,0 +1,140 @@
+"""The hub's figures: each way in which a run stands still shows in one, and Prometheus reads them."""
+
+from __future__ import annotations
+
+import re
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+from hub_scenarios import Scenario
+from prometheus_client.parser import text_string_to_metric_families
+
+from tensorhub_plugins.core import Client, HubLimits, UsageError, start_server
+from tensorhub_plugins.core.hub import server as hub_server
+from tensorhub_plugins.core.hub.exposition import UP, served
+from tensorhub_plugins.core.hub.metrics import OF_MODELS, metrics
+from tensorhub_plugins.core.protocol import messages as m
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+
+
+def figures(story: Scenario) -> dict[str, float]:
+    """Return those of the one model, and of the hub."""
+    found = metrics(story.hub.registry, story.now)
+    return {each.name.removeprefix("tensorhub_"): value for each in found for _, value in each.values}
+
+
+def follows(story: Scenario, name: str, installed: int, **more: object) -> None:
+    story.say(name, m.Target, installed=installed, timeout_s=30.0, **more)
+
+
+@pytest.fixture
+def run() -> Scenario:
+    """A trainer at version 9, and two rollouts that run it and ask for the next."""
+    story = Scenario()
+    story.join("trainer/0")
+    for name in ("a/0", "b/0"):
+        story.join(name)
+    story.publish("trainer/0", 9)
+    for name in ("a/0", "b/0"):
+        follows(story, name, 9)
+    return story
+
+
+def test_a_run_that_goes_on_shows_nothing(run: Scenario) -> None:
+    found = figures(run)
+    assert (found["newest_step"], found["trainers"], found["workers"], found["followers"]) == (9, 1, 3, 2)
+    assert found["newest_replicas"] == 1 and found["published_bytes"] == 100
+    for name in ("followers_behind", "follower_lag_steps_max", "follower_install_age_seconds_max"):
+        assert not found[name]
+    for name in ("followers_refusing", "pinned", "silent_workers", "missing_copies", "corrupt_segments_total"):
+        assert not found[name]
+
+
+def test_replicas_that_are_stuck_show_in_the_lag(run: Scenario) -> None:
+    """All of them, at 9, while the trainer publishes up to 16: nothing that is ready, or installed, says so."""
+    before = figures(run)
+    for version in range(10, 17):
+        run.wait(10.0)
+        run.publish("trainer/0", version)
+    found = figures(run)
+    assert (found["followers_behind"], found["follower_lag_steps_max"]) == (2, 7)
+    assert found["follower_install_age_seconds_max"] == pytest.approx(70.0, abs=1.0)
+    follows(run, "a/0", 16)
+    found = figures(run)
+    assert (found["followers_behind"], found["follower_lag_steps_max"]) == (1, 7)
+    follows(run, "b/0", 16)
+    assert figures(run)["followers_behind"] == before["followers_behind"] == 0
+
+
+def test_a_refused_version_shows(run: Scenario) -> None:
+    run.publish("trainer/0", 10)
+    follows(run, "a/0", 9, refused=(10,), why="other shapes")
+    assert (figures(run)["followers_refusing"], figures(run)["follower_lag_steps_max"]) == (1, 1)
+
+
+def test_a_trainer_that_stands_still_shows_in_the_age_of_the_newest_version(run: Scenario) -> None:
+    run.wait(100.0)
+    assert figures(run)["newest_age_seconds"] == pytest.approx(100.0, abs=1.0)
+    run.publish("trainer/0", 10)
+    assert figures(run)["newest_age_seconds"] < 1.0
+
+
+def test_a_frozen_worker_and_a_pin_show(run: Scenario) -> None:
+    run.silent = ("b/0",)
+    run.wait(6.0)
+    run.say("trainer/0", m.Pin, version=9, timeout_s=1.0)
+    found = figures(run)
+    assert (found["silent_workers"], found["pinned"]) == (1, 1)
+
+
+def test_a_version_that_only_its_trainer_has_shows(run: Scenario) -> None:
+    """The second copy is a rollout's own layout."""
+    run.publish("a/0", 9, "runtime:f", origin="replicated")
+    assert figures(run)["newest_replicas"] == 2
+
+
+def scrape(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_prometheus_reads_them() -> None:
+    """Of a real hub with a real client, over HTTP, beside the process's own."""
+    import torch
+
+    with start_server(limits=HubLimits(grace_s=0.0)) as hub, served(hub, "127.0.0.1", 0) as url:
+        assert scrape(url)["tensorhub_hub_models"] == 0
+        with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+            trainer.publish(3, {"w": torch.ones(4)})
+            found = scrape(url)
+        assert (found["tensorhub_newest_step"], found["tensorhub_hub_answers"]) == (3, 1)
+        assert found["tensorhub_corrupt_segments_total"] == 0 and found["process_resident_memory_bytes"] > 1e6
+        assert found["tensorhub_hub_connections_left"] > 0
+
+
+def test_a_hub_that_does_not_answer_says_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    with start_server() as hub, served(hub, "127.0.0.1", 0) as url:
+        monkeypatch.setattr(hub_server.Server, "_say_figures", lambda self, now: None)
+        monkeypatch.setattr(hub_server.Server.figures, "__defaults__", (0.05,))
+        found = scrape(url)
+        assert found["tensorhub_hub_answers"] == 0 and "tensorhub_hub_up_seconds" not in found
+
+
+def test_an_address_that_is_taken_is_refused() -> None:
+    with (
+        start_server() as hub,
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UsageError, match="in use; choose --metrics-port"),
+        served(hub, *taken.getsockname()),
+    ):
+        pass
+
+
+def test_the_page_has_all_of_them_and_no_other() -> None:
+    hub = [f"tensorhub_hub_{name}" for name in ("up_seconds", "sessions", "models", "connections_left")]
+    told = set(re.findall(r"^\| `(tensorhub_\w+)` \|", PAGE.read_text(), flags=re.MULTILINE))
+    assert told == {*(f"tensorhub_{name}" for name, *_ in OF_MODELS), *hub, UP[0]}
