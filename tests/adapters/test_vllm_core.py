@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -405,6 +406,20 @@ def test_an_engine_follows_when_its_owner_says_how_and_tells_it_everything(hub: 
         assert answered(owned, "tensorhub_leave") is None and owned.log[-1] == "tensorhub_close"
         names = [line for line in status_text(fetch_status(hub.address)).splitlines() if "rollout-0-follow" in line]
         assert not names, "the hub knows its follower no more"
+
+
+def test_an_engine_that_is_held_for_an_evaluation_leaves_when_it_is_told_to(hub: Server, owned: Any) -> None:
+    """Its follower waited to be released, and the owner for its follower."""
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.retain(newest=2)
+        trainer.publish(1, {"weight": torch.ones(4)})
+        answered(owned, "tensorhub_follow", owned.joining, {"catches_up": True}, None)
+        news(owned, lambda told: told["has_caught_up"])
+        answered(owned, "tensorhub_ask", "hold", [0])
+        trainer.publish(2, {"weight": torch.ones(4)})
+        while not owned.tensorhub_ask.__self__._changed._waiters:
+            time.sleep(0.001)
+        assert answered(owned, "tensorhub_leave") is None and "tensorhub_close" in owned.log
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])

@@ -310,6 +310,7 @@ class CoreFollower(Follower):
         self._runs, self._end = threading.Event(), threading.Event()
         self.ended: Future[None] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._work: asyncio.Task[None]  # once there is a loop
         self._thread = threading.Thread(target=self._run, name="tensorhub-follow", daemon=True)
 
     def start(self) -> None:
@@ -339,6 +340,9 @@ class CoreFollower(Follower):
     def close(self) -> None:
         """Called in the core's loop, so what is under way there is not waited for."""
         self._end.set()
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._work.cancel)
 
     @property
     def _closed(self) -> bool:
@@ -346,14 +350,18 @@ class CoreFollower(Follower):
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._follow_always())
+            with suppress(asyncio.CancelledError):  # wherever it waits, see `close`
+                asyncio.run(self._follow_always())
         finally:
             if self._client is not None:
                 self._client.close()
             self.ended.set_result(None)
 
     async def _follow_always(self) -> None:
-        self._loop, watching = asyncio.get_running_loop(), asyncio.create_task(self._staleness.watch())
+        watching = asyncio.create_task(self._staleness.watch())
+        work = asyncio.current_task()
+        assert work is not None
+        self._loop, self._work = asyncio.get_running_loop(), work
         self._runs.set()
         delay_s, version = RETRY_DELAY_S, 0
         while not self._closed:
