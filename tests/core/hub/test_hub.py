@@ -37,6 +37,21 @@ def test_a_restarted_hub_is_rebuilt_by_hello_and_waits_before_it_decides() -> No
     assert scenario.heard("trainer/0") == ["unpublished"]
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, LIMITS.grace_s / 2, LIMITS.grace_s + 5.0])
+def test_a_recovering_hub_confirms_no_unpublish_not_even_at_its_deadline(timeout_s: float) -> None:
+    """How many versions are retained is not known before all workers were heard. The control: after that it is."""
+    scenario = Scenario(recovering=True)
+    scenario.join("trainer/0")
+    for version in (1, 2):
+        scenario.publish("trainer/0", version)
+    scenario.unpublish("trainer/0", 1, timeout_s=timeout_s)
+    scenario.wait(min(timeout_s, LIMITS.grace_s - 0.5))
+    assert scenario.heard("trainer/0") == ([] if timeout_s > LIMITS.grace_s else ["keep it"])
+    scenario.wait(LIMITS.grace_s + 6.0)
+    scenario.unpublish("trainer/0", 1)
+    assert scenario.heard("trainer/0")[-1] == "unpublished"
+
+
 @pytest.mark.parametrize("notices", [True, False], ids=["it notices", "the control"])
 def test_nobody_is_given_up_for_the_time_in_which_the_hub_stood_still(scenario: Scenario, notices: bool) -> None:
     """A read goes on meanwhile; what its worker and the source have said lies in buffers yet."""

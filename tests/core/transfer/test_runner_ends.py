@@ -12,7 +12,7 @@ from tensorhub_plugins.core import errors
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.transfer import events, runner
 from tensorhub_plugins.core.transfer.replication import Replication
-from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader
+from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader, Target
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 
@@ -59,14 +59,28 @@ def test_no_reader_writes_any_more_when_a_transfer_has_returned(writes: bool) ->
     assert said == ["close", None if writes else runner.OPENING_S]
 
 
+def a_reader(inbox: Events | None = None, transports: dict[str, SimpleNamespace] | None = None) -> SourceReader:
+    grant = m.Grant(0, b"s" * 16, "a/0", {"tcp": "x"}, Location(), b"root", 1)
+    machine = Replication(1, 0, (CHECKPOINT,), False, 1e9, 1e9)
+    return SourceReader(ShardKey(1, CHECKPOINT), grant, transports or {}, machine, inbox or queue.SimpleQueue())
+
+
+def test_what_another_source_may_still_write_is_not_read_before_that_one_has_ended() -> None:
+    """Its late bytes would land on verified ones."""
+    reader, others = a_reader(), [a_reader(), a_reader()]
+    ended: list[str] = []
+    for name, other in zip("ab", others, strict=True):
+        other.join = lambda name=name: ended.append(name)  # type: ignore[method-assign]
+    reader.read((4, 5), Target(None, None, ()), others[:1])
+    reader.read((6,), Target(None, None, ()), others[1:])
+    assert ended == [] and reader._more() == [4, 5, 6] and ended == ["a", "b"]
+
+
 def test_a_source_that_was_opened_and_is_asked_for_nothing_is_not_taken_for_frozen() -> None:
     """An additional source may wait long until another one leaves it something. The control: one that is opened."""
-    machine = Replication(1, 0, (CHECKPOINT,), False, 1e9, 1e9)
-    grant = m.Grant(0, b"s" * 16, "a/0", {"tcp": "x"}, Location(), b"root", 1)
     inbox: Events = queue.SimpleQueue()
     link = SimpleNamespace(open=lambda *_, **__: None, close=lambda: None, progress=SimpleNamespace(heard_at=0.0))
-    transport = SimpleNamespace(connect=lambda *_, **__: link)
-    reader = SourceReader(ShardKey(1, CHECKPOINT), grant, {"tcp": transport}, machine, inbox)
+    reader = a_reader(inbox, {"tcp": SimpleNamespace(connect=lambda *_, **__: link)})
     assert reader.stalls_at < float("inf")
     reader.start()
     try:
