@@ -72,7 +72,7 @@ class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class FollowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an engine follows. What owns an engine (verl, OpenRLHF) sends it as a dict, see ray/owned.py."""
+    """How an engine follows. Its owner (an actor of verl or OpenRLHF) sends it as a dict, see ray/owned.py."""
 
     when: Literal["idle", "now"] = "now"  # see engine/core_follower.py
     patience_s: float = 60.0

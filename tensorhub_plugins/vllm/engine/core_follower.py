@@ -69,7 +69,7 @@ HEALTH_TIMEOUT_S = 2.0  # of one question to the workers
 
 
 def attach(core: Any, vllm_config: Any, *, owned: bool = False) -> None:
-    """Add what this engine's configuration asks for; UsageError if it cannot have it. owned: see `note_versions`."""
+    """Add what this engine's configuration asks for; UsageError if it cannot have it. owned: see `own`."""
     missing = [name for name in NEEDED if not hasattr(core, name)]
     if missing:
         raise UsageError(

@@ -490,7 +490,7 @@ class Follower:
 
     @asynccontextmanager
     async def answering(self, version: int) -> AsyncIterator[None]:
-        """For the time of a prompt, which begins when this version or a later one is installed (`_need`)."""
+        """Yield for a prompt when this version or a later one is installed (`_need`)."""
         deadline = Deadline.after(self.timeout_s)
         while True:
             await self._need(version, deadline)
