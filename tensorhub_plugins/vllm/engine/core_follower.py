@@ -93,6 +93,7 @@ def own(core: Any, caches: Caches) -> None:
     whole = Core(core, caches)
     core.tensorhub_starts, core.tensorhub_label = whole.starts, whole.relabel
     core.tensorhub_follow = partial(_follow_owner, core, whole)
+    core.tensorhub_leave = lambda: None  # it follows nobody
     whole.settle(_version(core) or 0)
 
 
