@@ -24,6 +24,7 @@ import torch
 
 from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.client import calls
+from tensorhub_plugins.core.client.arguments import check_identity
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.client.parts import Held, Ownership
 from tensorhub_plugins.core.deadline import NEVER, Deadline, until
@@ -119,8 +120,11 @@ class Publisher:
         begins: bool = False,
         in_background: bool | None = False,
     ) -> None:
-        if not 1 <= slices <= SLICES_MAX:
-            raise UsageError(f"slices={slices}: give the tensor parallel size of the engines, 1 to {SLICES_MAX}")
+        check_identity(rank, ranks)
+        if type(keep) is not int or keep < 1:
+            raise UsageError(f"keep={keep!r:.80}: how many versions are on offer, from 1")
+        if type(slices) is not int or not 1 <= slices <= SLICES_MAX:
+            raise UsageError(f"slices={slices!r:.80}: give the tensor parallel size of the engines, 1 to {SLICES_MAX}")
         self.client = client
         self.attempt: int | None = None if begins else 0  # None: it begins with the first version
         self.rank, self.ranks, self.worker = rank, ranks, worker

@@ -42,6 +42,21 @@ def assert_equal(a, b):
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep": 0}, "keep=0: how many versions"),
+        ({"keep": "2"}, "keep='2': how many versions"),
+        ({"rank": 1}, "shard 1 of 1: shards count from 0"),
+        ({"ranks": 0}, "shard 0 of 0: shards count from 0"),
+        ({"slices": "2"}, "slices='2': give the tensor parallel size"),
+    ],
+)
+def test_a_publisher_that_cannot_work_is_refused_before_anything_is_published(options, words):
+    with pytest.raises(UsageError, match=words):
+        Publisher(None, **{"rank": 0, "ranks": 1, "worker": "trainer/0", "keep": 1, "timeout_s": 10, **options})
+
+
 @pytest.mark.parametrize("is_known", [False, True], ids=["as it comes", "known beforehand"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_ranks_each_serve_half(address, dtype, is_known):
