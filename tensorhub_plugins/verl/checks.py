@@ -34,6 +34,16 @@ COLOCATED = ("sync", "colocate_async")  # trainers of verl that share their GPUs
 SEPARATE = "trainer.v1.trainer_mode=separate_async actor_rollout_ref.hybrid_engine=False"
 SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
+REFUSED_BY_WORKERS = {  # vLLM's options, and what they would do to updates
+    "enable_lora": "adapters over the weights",
+    "enable_eplb": "moves experts at run time",
+    "kv_transfer_config": "KV of former weights may come back",
+    "kv_offloading_size": "KV of former weights may come back",
+    "ec_transfer_config": "what encoders made may come back",
+    "cpu_offload_gb": "weights stay in host memory",
+    "offload_group_size": "layers are refilled from host memory",
+    "engram_config": "embeddings stay in host memory",
+}
 RESUME = ("disable", "auto", "resume_path")
 POOLS = ("trainer", "actor_rollout_ref.rollout", "rollout", "reward.reward_model", "distillation")
 KINDS = ("tensor_model", "data", "pipeline_model", "expert")
@@ -107,6 +117,7 @@ def check(root: Any) -> tuple[Options, Outlook]:
     outlook.ask(check_drafts, rollout)
     if _get(rollout, "name") == ROLLOUT:
         outlook.ask(check_parallel, rollout)
+        outlook.ask(check_engine_kwargs, rollout)
         outlook.said.append(
             f"pull mode: each of {count(engines_of(root).number, 'engine')} fetches every version by itself, while it "
             "generates"
@@ -260,6 +271,17 @@ def check_drafts(rollout: Any) -> None:
     mtp = "set actor_rollout_ref.model.mtp.enable_rollout=False, or rollout.name=vllm (drop-in), where verl does"
     other = "leave rollout.engine_kwargs.vllm.speculative_config out, or set rollout.load_format=auto"
     drafts.check(method, _get(rollout, "load_format") or "dummy", remedy=mtp if method == "mtp" else other)
+
+
+def check_engine_kwargs(rollout: Any) -> None:
+    """Refuse what workers refuse when they join the store (vllm/worker/extension.py), minutes after the start."""
+    given = _get(rollout, "engine_kwargs", "vllm") or {}
+    refused = [f"{name} ({why})" for name, why in REFUSED_BY_WORKERS.items() if given.get(name)]
+    if refused:
+        raise UsageError(
+            f"engines that pull do not take {', '.join(refused)}: leave it out of rollout.engine_kwargs.vllm, or set "
+            "rollout.name=vllm (drop-in)"
+        )
 
 
 def draft_of(rollout: Any) -> str | None:

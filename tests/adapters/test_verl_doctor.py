@@ -154,6 +154,13 @@ def test_everything_that_is_wrong_is_said_at_once(job):
         (SEPARATE, ["model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable_rollout=True"], "random ones"),
         (FULLY_ASYNC, ["model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable_rollout=True"], "random ones"),
         (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.model=d"], "(draft_model): no version brings"),
+        (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=true"], "do not take enable_lora"),
+        (
+            ONE_STEP_OFF,
+            [f"+{ROLLOUT}.engine_kwargs.vllm.cpu_offload_gb=4"],
+            "take cpu_offload_gb (weights stay in host",
+        ),
+        (FULLY_ASYNC, [f"+{ROLLOUT}.engine_kwargs.vllm.kv_transfer_config.kv_connector=X"], "former weights may come"),
         (FULLY_ASYNC, ["data.train_batch_size=8"], "verl: train_batch_size must be zero"),
         (FULLY_ASYNC, [f"{ROLLOUT}.calculate_log_probs=False"], "verl: must rollout calculate log_probs"),
         (FULLY_ASYNC, ["trainer.nnodes=0"], "verl: config.trainer.nnodes must be greater than 0"),
