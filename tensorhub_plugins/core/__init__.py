@@ -31,7 +31,7 @@ from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTa
 from tensorhub_plugins.core.memory.moves import common_box
 from tensorhub_plugins.core.memory.slices import slices_of
 from tensorhub_plugins.core.protocol.address import connected
-from tensorhub_plugins.core.protocol.advertised import ports_of
+from tensorhub_plugins.core.protocol.advertised import ports_of, with_faster
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
 from tensorhub_plugins.core.run_log import record
 from tensorhub_plugins.core.security.keys import Keys
@@ -170,6 +170,7 @@ __all__ = [
     "version_label",
     "version_of",
     "version_text",
+    "with_faster",
     "without_aliases",
     "write_secret",
 ]

@@ -31,15 +31,9 @@ from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageE
 from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
 from tensorhub_plugins.core.hub.server import Server
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import (
-    format_address,
-    hub_addresses,
-    new_session,
-    no_way,
-    parse_address,
-    resolve,
-)
+from tensorhub_plugins.core.protocol.address import hub_addresses, new_session, no_way, parse_address, resolve
 from tensorhub_plugins.core.protocol.advertised import addresses_of
+from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security import curve, secret
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import Location, Role, check_name, parse_version, printable, version_label

@@ -38,7 +38,7 @@ class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     location: dict[LocationPart, str] = {}
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS  # in order of preference
     # The network on which weights are read, where each node's TENSORHUB_ADVERTISE, _INTERFACE and _PORTS do not say it.
-    interface: str | None = None  # the first of these ("ib0,eth1") that a node has; None: the one that faces the hub
+    interface: str | None = None  # those of these ("ib0,eth1") that a node has; None: what faces the hub
     ports: str | None = None  # "from-to": of each node, one for each client and transport; None: any
     install: Literal["staged", "direct"] = "staged"  # staged: bytes arrive in host memory while the engine generates
     # What peers read: a copy in host memory, or the live weights themselves. None: "host" if staged, "live" if direct.

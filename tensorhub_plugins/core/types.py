@@ -18,6 +18,8 @@ STEPS_AHEAD_MAX = (
 ATTEMPTS_MAX = VERSION_MAX // STEPS_PER_ATTEMPT  # 281,474 starts of one trainer
 SHARDS_MAX = 1 << 16
 NAME_LENGTH_MAX = 256  # characters of a run, model, replica, layout
+HOSTS_MAX = 4  # that one worker advertises: of both families, of two networks
+MACHINE_LENGTH_MAX = 64  # characters of the id of a boot, which has 36
 LATEST = "latest"
 # What decoding untrusted bytes raises, for example for text that is no UTF-8, and for deeply nested arrays.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -38,19 +40,34 @@ PRINTABLE = rf"^[^{CONTROL}]*\Z"  # the pattern of a name, checked where one is 
 Place: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX, pattern=PRINTABLE)]
 
 
+Hosts: TypeAlias = Annotated[
+    tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX, pattern=PRINTABLE)], ...],
+    msgspec.Meta(max_length=HOSTS_MAX - 1),
+]  # of a worker, beside that of its endpoints
+
+
 class Location(msgspec.Struct, frozen=True, gc=False):
-    """Where a worker is, from far to near; an empty string means unknown."""
+    """Where a worker is, from far to near; an empty string means unknown.
+
+    machine: its id, which the client sets, unless the host was named explicitly. It tells hosts apart: two pods of a
+    machine, which have names of their own, are one host, and two machines with the same name are two."""
 
     data_center: Place = ""
     rack: Place = ""
     host: Place = ""
+    machine: Annotated[str, msgspec.Meta(max_length=MACHINE_LENGTH_MAX, pattern=PRINTABLE)] = ""
+
+    @property
+    def host_id(self) -> str:
+        """Return what tells this host from others; "": unknown."""
+        return self.machine or self.host
 
 
 def distance(a: Location, b: Location) -> int:
     """Return 0 for the same host, 1 same rack, 2 same data centre, 3 farther. Unknown data centres count as one."""
     if a.data_center != b.data_center:
         return FAR
-    if a.host and a.host == b.host:
+    if a.host_id and a.host_id == b.host_id:
         return HOST
     if a.rack and a.rack == b.rack:
         return 1
@@ -59,7 +76,7 @@ def distance(a: Location, b: Location) -> int:
 
 def domain(place: Location, across: Across) -> tuple[str, ...]:
     """Return what fails together with this location. Locations where that is unknown count as one."""
-    parts = place.data_center, place.rack, place.host
+    parts = place.data_center, place.rack, place.host_id
     return parts[: {"data_center": 1, "rack": 2, "host": 3}[across]]
 
 

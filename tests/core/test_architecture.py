@@ -63,6 +63,7 @@ PURE = {
     "hub.waiters",
     "memory.moves",
     "memory.slices",
+    "transports.ways",
     "transfer.events",
     "transfer.limits",
     "transfer.replication",

@@ -43,6 +43,7 @@ class Host:
     def __init__(self) -> None:
         self._kept: list[Any] = []
         self._logged: list[str] = []
+        self._publishers: dict[str, Any] = {}
         handler = logging.Handler()
         handler.emit = lambda record: self._logged.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("tensorhub").addHandler(handler)
@@ -57,18 +58,21 @@ class Host:
         forward(tuple(near), tuple(far))  # type: ignore[arg-type]
         return ""
 
-    def publish(self, hub: str, run: str, environment: dict[str, str] | None = None) -> str:
+    def publish(
+        self, hub: str, run: str, environment: dict[str, str] | None = None, version: int = 1, count: int = 1000
+    ) -> str:
         """The endpoint that is told to readers."""
         import torch
 
         from tensorhub_plugins.core.cli import fetch_status
 
-        client = self._client(hub, run, "trainer", environment or {})
-        client.publish(1, {"w": torch.arange(1000)})
+        if version == 1:
+            self._publishers[run] = self._client(hub, run, "trainer", environment or {})
+        self._publishers[run].publish(version, {"w": torch.arange(count)})
         model = next(each for each in fetch_status(hub)["models"] if each["run"] == run)
         return next(str(each["endpoints"]["tcp"]) for each in model["workers"] if each["worker"] == "trainer/0")
 
-    def fetch(self, hub: str, run: str, timeout_s: float = 20.0) -> str:
+    def fetch(self, hub: str, run: str, timeout_s: float = 20.0, version: int = 1, count: int = 1000) -> str:
         """ "" if it has come, or why not."""
         import torch
 
@@ -76,8 +80,8 @@ class Host:
 
         client = self._client(hub, run, "rollout", {})
         try:
-            fetched = client.fetch(1, timeout_s=timeout_s)
-            assert torch.equal(fetched.tensors()["w"], torch.arange(1000))
+            fetched = client.fetch(version, timeout_s=timeout_s, serve=False)
+            assert torch.equal(fetched.tensors()["w"], torch.arange(count))
             return ""
         except TensorHubError as error:
             return str(error)

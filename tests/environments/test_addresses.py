@@ -10,6 +10,7 @@ What a firewall drops is dropped by a rule for what comes back from those ports.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -94,7 +95,8 @@ def network() -> Iterator[None]:
                 ip("-n", f"{NAME}{host}", "link", "set", device, "up")
         for folder, address in zip(etc, ("127.0.1.1", "10.77.0.1"), strict=True):
             folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} trainer-host\n")
+            both = "10.77.0.1 both-host\nfd77::1 both-host\n"
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} trainer-host\n{both}")
         yield
     finally:
         for host in ("inside", "beside", "gate", "outside"):
@@ -194,6 +196,103 @@ def test_behind_a_firewall_that_leaves_a_range_open(trainer: Process, rollout: P
         assert "timed out" in error and "TENSORHUB_PORTS to ports that a firewall lets pass" in error
     finally:
         ip("-n", f"{NAME}inside", "rule", "del", *drop)
+
+
+HUB, COUNT = "tcp://10.77.0.1:7070", 2_000_000  # 16 MB
+SLOW = "tbf rate 20mbit burst 128kb limit 1mb"
+NEAR_V4 = ("to", "10.77.0.2", "ipproto", "tcp", "sport", "7104-65534")
+NEAR_V6 = ("to", "fd77::2", "ipproto", "tcp", "sport", "7104-65534")
+FAST = ("to", "10.78.0.2", "ipproto", "tcp")
+
+
+def carried(device: str) -> int:
+    """How many bytes have left the inside host by this device."""
+    command = ["ip", "-n", f"{NAME}inside", "-s", "-j", "link", "show", "dev", device]
+    (shown,) = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return int(shown["stats64"]["tx"]["bytes"])
+
+
+@contextlib.contextmanager
+def dropped(*what: str) -> Iterator[None]:
+    """Silently, as by a firewall."""
+    family = ["-6"] if any(":" in word for word in what) else []
+    ip(*family, "-n", f"{NAME}inside", "rule", "add", *what, "type", "blackhole")
+    try:
+        yield
+    finally:
+        ip(*family, "-n", f"{NAME}inside", "rule", "del", *what, "type", "blackhole")
+
+
+@pytest.fixture
+def near_is_slow(network: None) -> Iterator[None]:
+    tc = ["tc", "-n", f"{NAME}inside", "qdisc"]
+    if shutil.which("tc") is None:
+        pytest.skip("a slow network is made by `tc` (iproute2)")
+    subprocess.run([*tc, "replace", "dev", "near", "root", *SLOW.split()], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*tc, "del", "dev", "near", "root"], check=True)
+
+
+@pytest.mark.parametrize("interfaces", ["near,fast", "fast,near", "near"])
+def test_of_two_networks_the_faster_one_is_found_by_measuring(
+    trainer: Process, rollout: Process, near_is_slow: None, interfaces: str
+) -> None:
+    """One segment, of 245, comes over the slow one; of the next version nothing does."""
+    run, whole = f"two: {interfaces}", 8 * COUNT
+    told = trainer.publish(hub=HUB, run=run, environment={"TENSORHUB_INTERFACE": interfaces}, count=COUNT)
+    assert ("10.77.0.1" in told, "10.78.0.1" in told) == (True, "fast" in interfaces)
+    for version in (1, 2):
+        if version == 2:
+            trainer.publish(hub=HUB, run=run, version=2, count=COUNT)
+        near, fast = carried("near"), carried("fast")
+        assert rollout.fetch(hub=HUB, run=run, version=version, count=COUNT, timeout_s=60.0) == ""
+        near, fast = carried("near") - near, carried("fast") - fast
+        if "fast" in interfaces:
+            assert fast > 0.95 * whole and near < 0.05 * whole
+        else:
+            assert near > whole > fast, "the control: it is the only one"
+    assert rollout.unreached(hub=HUB, run=run) == ""
+
+
+def test_a_network_that_is_cut_costs_little_and_the_other_one_is_taken(trainer: Process, rollout: Process) -> None:
+    with dropped(*FAST):
+        for run, interfaces in (("cut", "fast,near"), ("alone", "fast")):
+            trainer.publish(hub=HUB, run=run, environment={"TENSORHUB_INTERFACE": interfaces}, count=COUNT)
+        assert rollout.fetch(hub=HUB, run="cut", count=COUNT) == ""
+        assert rollout.unreached(hub=HUB, run="cut") == ""
+        assert "timed out" in rollout.fetch(hub=HUB, run="alone", timeout_s=3.0), "the control"
+
+
+def test_a_network_that_is_cut_later_is_left(trainer: Process, rollout: Process) -> None:
+    """It was known to be the better one; that it does not answer any more is found by connecting."""
+    run = "later"
+    trainer.publish(hub=HUB, run=run, environment={"TENSORHUB_INTERFACE": "fast,near"}, count=COUNT)
+    assert rollout.fetch(hub=HUB, run=run, count=COUNT) == ""
+    trainer.publish(hub=HUB, run=run, version=2, count=COUNT)
+    ip("-n", f"{NAME}inside", "link", "set", "fast", "down")
+    try:
+        assert rollout.fetch(hub=HUB, run=run, version=2, count=COUNT) == ""
+    finally:
+        ip("-n", f"{NAME}inside", "link", "set", "fast", "up")
+
+
+@pytest.mark.parametrize("blocked", [(), (NEAR_V4,), (NEAR_V6,), (NEAR_V4, NEAR_V6)], ids=["none", "v4", "v6", "both"])
+def test_a_hub_of_both_families_has_its_workers_tell_both(trainer: Process, rollout: Process, blocked: Any) -> None:
+    run, hub = f"both: {len(blocked)} {blocked[:1]}", "tcp://both-host:7070"
+    told = trainer.publish(hub=hub, run=run)
+    port = told.rpartition(":")[2]
+    assert told == f"tcp://10.77.0.1:{port},tcp://[fd77::1]:{port}"
+    with contextlib.ExitStack() as stack:
+        for each in blocked:
+            stack.enter_context(dropped(*each))
+        error = rollout.fetch(hub=hub, run=run, timeout_s=20.0 if len(blocked) < 2 else 3.0)
+        assert ("timed out" in error) == (len(blocked) == 2), error
+    deadline = time.monotonic() + SOON_S
+    while not (said := rollout.unreached(hub=hub, run=run)) and len(blocked) == 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (f"at {told.replace(',', ', ')}: set TENSORHUB_ADVERTISE" in said) == (len(blocked) == 2)
 
 
 def test_behind_address_translation(trainer: Process) -> None:

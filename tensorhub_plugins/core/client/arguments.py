@@ -8,6 +8,8 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
+import msgspec
+
 from tensorhub_plugins.core.deadline import Deadline, timeout_for, until
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
@@ -160,9 +162,10 @@ def here() -> Location:
     )
 
 
-def machine_of(location: Location) -> str:
-    """Return an id of this worker's machine; "" where its host was named explicitly, or where the id is unknown."""
-    return machine() if location.host == socket.gethostname() else ""
+def located(location: object) -> Location:
+    """Return the location with the id of this machine, or "" where its host was named explicitly, see Location."""
+    place = check_location(location)
+    return msgspec.structs.replace(place, machine=machine() if place.host == socket.gethostname() else "")
 
 
 def is_preemptible() -> bool:

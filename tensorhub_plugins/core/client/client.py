@@ -73,8 +73,8 @@ class Client:
     address: the hub's, "tcp://host:port", or all that the one hub may have, with commas. run, model: name the history.
     replica, shard, shard_count: which part of which copy this worker is; the names of live replicas must differ.
     location: defaults to `here()`. transports: names in order of preference; those that do not work here are left out,
-    and logged. advertise_host: the address under which peers reach this host, or interface: that of a network
-    interface; else the one that faces the hub. ports: "from-to". The environment takes precedence over all of these.
+    and logged. advertise_host: the addresses under which peers reach this host, or interface: those of these network
+    interfaces, with commas; else those that face the hub. ports: "from-to". The environment comes before all of these.
 
     verify: publish a digest of every segment, and compare those of all that is read. Without it, which all workers of
     a model must agree on, only the source's statement after the read confirms that its bytes were the published ones.
@@ -135,7 +135,7 @@ class Client:
         keys = secret.given(keys)
         self._verify, self.digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
-        self._location = arguments.check_location(arguments.here() if location is None else location)
+        self._location = arguments.located(arguments.here() if location is None else location)
         self._lock, self._left, self._transfers = threading.Lock(), threading.Event(), set[Transfer]()
         self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
         self.budget = Budget(self._worker, memory_budget_bytes, refuses=over_budget == "refuse")
@@ -146,7 +146,7 @@ class Client:
         told = advertised.choose(address, deadline, host=advertise_host, interface=interface, ports=ports)
         self._transports = arguments.usable(transports, told, transport_limits, self._gate)
         try:
-            self._hub = self._serving.hub = self._link(address, self._hello(run, model), deadline, keys)
+            self._hub = self._serving.hub = self._link(address, self._hello(run, model, told), deadline, keys)
         except BaseException:
             self._close_local()
             raise
@@ -493,7 +493,7 @@ class Client:
 
     # --- inside ---
 
-    def _hello(self, run: str, model: str) -> messages.Hello:
+    def _hello(self, run: str, model: str, told: advertised.Advertised) -> messages.Hello:
         """Start to serve; return the Hello with this worker's identity and endpoints."""
         endpoints = {name: transport.serve(self._serving) for name, transport in self._transports.items()}
         if self._gate is not None:
@@ -506,8 +506,8 @@ class Client:
             shard_count=self.shard_count,
             location=self._location,
             endpoints=endpoints,
+            hosts=tuple(told.host.split(",")[1:]),
             process=identity(),
-            machine=arguments.machine_of(self._location),
             job=self._job,
             preemptible=self._preemptible,
             tls_only=tls.is_required_of(self._location.data_center),

@@ -166,8 +166,8 @@ def _areas(location: Location) -> tuple[_Area, ...]:
     areas: list[_Area] = [("all",), ("data centre", location.data_center)]
     if location.rack:
         areas.append(("rack", location.data_center, location.rack))
-    if location.host:
-        areas.append(("host", location.data_center, location.host))
+    if location.host_id:
+        areas.append(("host", location.data_center, location.host_id))
     return tuple(areas)
 
 
@@ -175,7 +175,7 @@ def _areas(location: Location) -> tuple[_Area, ...]:
 def _search_order(reader: Location) -> tuple[tuple[bool, tuple[tuple[_Area, float], ...]], ...]:
     """Return the areas to search, from near to far, and whether a full source there is worth waiting for. Areas of one
     step compete, each with a surcharge on its cost."""
-    here: tuple[_Area, ...] = (("host", reader.data_center, reader.host),) if reader.host else ()
+    here: tuple[_Area, ...] = (("host", reader.data_center, reader.host_id),) if reader.host_id else ()
     rack: tuple[_Area, ...] = (("rack", reader.data_center, reader.rack),) if reader.rack else ()
     near = *((area, 0.0) for area in rack), (("data centre", reader.data_center), RACK_READERS if rack else 0.0)
     return *((False, ((area, 0.0),)) for area in here), (True, near), (False, ((("all",), 0.0),))

@@ -19,7 +19,7 @@ from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import History, Holding, Missing, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, Across, domain, version_text
+from tensorhub_plugins.core.types import CHECKPOINT, domain, version_text
 
 LOOK_EVERY_S = 1.0
 PATIENCE_S = 3.0  # before a copy is asked for: engines that read the version anyway often bring it
@@ -48,8 +48,8 @@ def needs_its_domain(holding: Holding) -> bool:
         return False
     across = history.retain_across
     others = [o for o in version.holders(key).values() if o.worker is not worker and o.counted.stays]
-    safe = {_domain_of(o.worker, across) for o in others if is_safe(o.worker)}
-    return len(safe) < history.retain_domains and _domain_of(worker, across) not in safe
+    safe = {domain(o.worker.hello.location, across) for o in others if is_safe(o.worker)}
+    return len(safe) < history.retain_domains and domain(worker.hello.location, across) not in safe
 
 
 @dataclass
@@ -119,7 +119,7 @@ class FailureDomains:
         for worker in coming:
             if now > missing.asked[worker.session] and not _reads(worker, number):
                 self._outbox.send(worker.session, m.Alive(hold=number))  # the first message may have been lost
-        spread.on_the_way = {_domain_of(w, across) for w in coming if is_safe(w)}
+        spread.on_the_way = {domain(w.hello.location, across) for w in coming if is_safe(w)}
         is_urgent = any(worker.is_leaving for worker in spread.holders)
         enough = spread.domains + sum(map(spread.lacks, spread.on_the_way)) >= history.retain_domains
         patience_s = min(PATIENCE_S, PATIENCE_BEATS * self._registry.limits.heartbeat_s)
@@ -137,7 +137,7 @@ class FailureDomains:
         best: tuple[bool, bool, int, Worker] | None = None
         reasons: list[str] = []
         for worker in history.workers.values():
-            place = _domain_of(worker, across)
+            place = domain(worker.hello.location, across)
             if not spread.lacks(place) or place in spread.on_the_way:
                 continue
             room = worker.room_bytes - promised[worker.session]
@@ -167,12 +167,6 @@ class FailureDomains:
             self._outbox.warn(f"{history.name}: version {version_text(number)}: {why}")
 
 
-def _domain_of(worker: Worker, across: Across) -> Domain:
-    """Return what fails together with this worker: its machine, unless its host was named explicitly."""
-    parts = domain(worker.hello.location, across)
-    return (*parts[:-1], worker.hello.machine) if across == "host" and worker.hello.machine else parts
-
-
 def _spread(history: History, version: Version, count: int, wanted: int) -> Spread:
     holders: dict[bytes, Worker] = {}
     places: list[set[Domain]] = []
@@ -181,7 +175,7 @@ def _spread(history: History, version: Version, count: int, wanted: int) -> Spre
         staying = [h.worker for h in held.values() if h.counted.stays]
         alone.update(worker.session for worker in staying if len(staying) == 1)
         holders.update((worker.session, worker) for worker in staying)
-        places.append({_domain_of(w, history.retain_across) for w in staying if is_safe(w)})
+        places.append({domain(w.hello.location, history.retain_across) for w in staying if is_safe(w)})
     short = [safe for safe in places if len(safe) < wanted]
     return Spread(
         shard_count=count,

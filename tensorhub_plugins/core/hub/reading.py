@@ -264,6 +264,7 @@ class Reading:
             size_bytes=size_bytes,
             as_of=held.as_of if held is not None else max(promised, default=0),
             ticket=ticket,
+            hosts=source.hello.hosts,
         )
 
     def _refuse(self, pending: Pending, acquire: m.Acquire, number: int, now: float) -> m.Refused | None:

@@ -16,6 +16,7 @@ from tensorhub_plugins.core.hub.registry import Registry, checksum_of
 from tensorhub_plugins.core.hub.state import History, Holding, Lease, Room, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import merged
+from tensorhub_plugins.core.protocol.reach import at_all_hosts
 from tensorhub_plugins.core.types import ShardKey, VersionInfo, attempt_of, step_of
 
 MODEL_SIZE_BYTES = 16_384  # of a model's own entry, with the longest names and WITHDRAWN_MAX versions
@@ -121,7 +122,7 @@ def _worker(worker: Worker, now: float, shut: list[str]) -> dict[str, object]:
     return {
         "worker": worker.name,
         "location": msgspec.to_builtins(worker.hello.location),
-        "endpoints": dict(worker.hello.endpoints),
+        "endpoints": at_all_hosts(worker.hello.endpoints, worker.hello.hosts),
         "last_heard_s": round(now - worker.last_heard, 3),
         "holds": sorted({h.key.version for h in complete}),
         "bytes_held": sum(h.size_bytes for h in complete),

@@ -37,14 +37,8 @@ from tensorhub_plugins.core.hub.names import Names, public_name
 from tensorhub_plugins.core.hub.rates import Rates
 from tensorhub_plugins.core.process import ForeignPort, files_left, raise_files_max
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import (
-    check_address,
-    format_address,
-    is_loopback,
-    new_session,
-    parse_address,
-    resolve,
-)
+from tensorhub_plugins.core.protocol.address import check_address, is_loopback, new_session, parse_address, resolve
+from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security import curve, secret
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import Role, printable

@@ -27,7 +27,8 @@ def hear(reader: Worker, sources: tuple[bytes, ...], outbox: Outbox, now: float)
 
 def summary_of(source: Worker, readers: list[str]) -> str:
     """Return that these readers cannot connect to this source, for people; "" if there are none."""
-    return reach.unreached(source.name, source.hello.endpoints, readers) if readers else ""
+    endpoints = reach.at_all_hosts(source.hello.endpoints, source.hello.hosts)
+    return reach.unreached(source.name, endpoints, readers) if readers else ""
 
 
 def readers_of(history: History) -> dict[bytes, list[str]]:

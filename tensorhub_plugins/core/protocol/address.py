@@ -7,19 +7,25 @@ only here, in threads that nothing has to wait for; sockets, ZeroMQ's too, are g
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
+import math
 import os
+import select
 import socket
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one only since Python 3.11
 
 from tensorhub_plugins.core.deadline import Deadline, aside, remaining_s
 from tensorhub_plugins.core.errors import HubUnreachable, UsageError
 from tensorhub_plugins.core.options import PORT_MAX
+from tensorhub_plugins.core.protocol.reach import format_address, is_of_one_host
 from tensorhub_plugins.core.types import is_text
 
 ELSEWHERE = "192.0.2.1"  # reserved for documentation: belongs to no host
+STAGGER_S = 0.25  # within a continent every host that lets us in has answered by then
 CONNECT_S_MIN = 0.001  # 0 would mean not to wait for the answer at all
 LOOKUPS_MAX = 64  # at a time in a process: one that is never answered keeps its thread
 
@@ -39,11 +45,6 @@ def parse_address(address: str, scheme: str) -> tuple[str, int]:
     if not address.startswith(prefix) or not host or not port.isdecimal() or int(port) > PORT_MAX:
         raise UsageError(f"{address!r} is no endpoint of {scheme}, which look like {prefix}10.0.0.1:5000")
     return host, int(port)
-
-
-def format_address(scheme: str, host: str, port: int) -> str:
-    """Return an address like "tcp://host:port", with an IPv6 address in brackets."""
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def check_address(address: str) -> str:
@@ -100,12 +101,53 @@ def resolve(host: str, deadline: float) -> tuple[str, ...]:
 
 def connected(host: str, port: int, deadline: Deadline) -> socket.socket:
     """Connect to the first of a host's IP addresses that lets us in. Raise the last one's OSError, or ValueError."""
-    *others, last = resolve(host, deadline)
-    for number, each in enumerate(others):
-        with contextlib.suppress(OSError):
-            left_s = deadline.remaining() / (len(others) + 1 - number)
-            return socket.create_connection((each, port), timeout=max(CONNECT_S_MIN, left_s))
-    return socket.create_connection((last, port), timeout=max(CONNECT_S_MIN, deadline.remaining()))
+    return first_connected([(each, port) for each in resolve(host, deadline)], deadline)[0]
+
+
+def first_connected(addresses: Sequence[tuple[str, int]], deadline: Deadline) -> tuple[socket.socket, int]:
+    """Connect to one of these IP addresses and ports; return the socket, and which it was. Each is tried when the one
+    before it has failed, and beside it when that has not answered in STAGGER_S (RFC 8305): one whose packets are
+    dropped costs no more. Raise the last one's OSError; at the deadline TimeoutError."""
+    trying: dict[int, tuple[socket.socket, int]] = {}
+    poll, begun, problem = select.poll(), 0, OSError("there is no address")
+    next_at, ends_at = 0.0, max(deadline, time.monotonic() + CONNECT_S_MIN)
+    try:
+        while trying or begun < len(addresses):
+            now = time.monotonic()
+            if begun < len(addresses) and (not trying or now >= next_at):
+                begun, next_at = begun + 1, now + STAGGER_S
+                try:
+                    sock = _begin_connect(*addresses[begun - 1])
+                except OSError as error:  # nothing of its family here, or no route
+                    problem = error
+                    continue
+                trying[sock.fileno()] = sock, begun - 1
+                poll.register(sock, select.POLLOUT)
+            if now >= ends_at:
+                raise TimeoutError("timed out")
+            waits_until = min(ends_at, next_at) if begun < len(addresses) else ends_at
+            for descriptor, _ in poll.poll(math.ceil((waits_until - now) * 1000)):
+                poll.unregister(descriptor)
+                sock, which = trying.pop(descriptor)
+                if not (number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+                    return sock, which
+                sock.close()
+                problem = OSError(number, os.strerror(number))
+        raise problem
+    finally:
+        for sock, _ in trying.values():
+            sock.close()
+
+
+def _begin_connect(ip: str, port: int) -> socket.socket:
+    family, *_, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    number = sock.connect_ex(address)
+    if number in (0, errno.EINPROGRESS):
+        return sock
+    sock.close()
+    raise OSError(number, os.strerror(number))
 
 
 def _addresses(host: str, flags: int = 0) -> tuple[str, ...]:
@@ -114,24 +156,28 @@ def _addresses(host: str, flags: int = 0) -> tuple[str, ...]:
     return tuple(sorted(dict.fromkeys(names), key=lambda each: ":" in each))
 
 
-def address_towards(address: str, deadline: float) -> str:
-    """Return the address of this host's interface that faces the hub, found without sending anything, by the first of
-    the hub's IP addresses to which there is a route. Raise HubUnreachable when its name cannot be looked up now,
-    UsageError when there is no route to it.
+def addresses_towards(address: str, deadline: float) -> list[str]:
+    """Return the addresses of this host's interfaces that face the hub, found without sending anything: by those of the
+    hub's IP addresses to which there is a route, one in each family, and more than one only if other hosts may connect
+    to each. Raise HubUnreachable when its name cannot be looked up now, UsageError when there is no route to it.
 
     A name of this host that stands for loopback, as in Debian's /etc/hosts, does not tell where its workers are: then
     return the address towards the default route."""
     problem: OSError | ValueError | None = None
     for each in hub_addresses(address):
         host, port = parse_address(each, "tcp")
+        facing = dict[bool, str]()  # by family: IPv6 or not
         try:
-            *others, last = resolve(host, deadline)
-            for found in others:  # of a family that this host may not have
-                with contextlib.suppress(OSError):
-                    return _facing(found, host, port)
-            return _facing(last, host, port)
+            for found in resolve(host, deadline):
+                try:
+                    facing.setdefault(":" in found, _facing(found, host, port))
+                except OSError as error:  # of a family that this host may not have
+                    problem = problem or error
         except (OSError, ValueError) as error:
             problem = problem or error
+        if facing:
+            first, *others = dict.fromkeys(facing.values())
+            return [first, *(each for each in others if not is_of_one_host(format_address("tcp", each, 0)))]
     assert problem is not None
     raise no_way(address, problem) from problem
 

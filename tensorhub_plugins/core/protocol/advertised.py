@@ -1,25 +1,28 @@
-"""What a worker tells its readers to connect to: which address of this host, and which ports.
+"""What a worker tells its readers to connect to: which addresses of this host, and which ports.
 
 The one place that decides it, for all adapters. What a node says of itself (the environment) comes before what is given
-for all of them (arguments and options); else it is the address that faces the hub.
+for all of them (arguments and options); else it is the address that faces the hub, in each family in which one does,
+and the network cards with a faster link. Of several readers take one that works, and the fastest (transports/ways.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import os
 import re
 import socket
 import struct
+from collections.abc import Sequence
 from fcntl import ioctl
 from pathlib import Path
 from typing import NamedTuple
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.options import port_range
-from tensorhub_plugins.core.protocol.address import address_towards
-from tensorhub_plugins.core.types import NAME_LENGTH_MAX, is_text, printable
+from tensorhub_plugins.core.protocol.address import addresses_towards
+from tensorhub_plugins.core.types import HOSTS_MAX, NAME_LENGTH_MAX, is_text, printable
 
 HOST_VARIABLE = "TENSORHUB_ADVERTISE"
 INTERFACE_VARIABLE = "TENSORHUB_INTERFACE"
@@ -34,7 +37,7 @@ HOST_NAME = re.compile(r"\w([\w.-]{0,251}[\w.])?")
 
 
 class Advertised(NamedTuple):
-    """Where readers are told to connect to."""
+    """Where readers are told to connect to: one host or several, with commas between them, the preferred first."""
 
     host: str
     ports: range  # to be listened on, the first that is free
@@ -48,13 +51,21 @@ def choose(
     choices = ports_of(ports)
     said_host, said_interface = os.environ.get(HOST_VARIABLE), os.environ.get(INTERFACE_VARIABLE)
     if said_host:
-        return Advertised(check_host(said_host, HOST_VARIABLE), choices)
+        return _advertised(hosts_of(said_host, HOST_VARIABLE), choices)
     if said_interface or interface:
         what = INTERFACE_VARIABLE if said_interface else "interface"
         found = addresses_of(said_interface or interface, what)
-        wants_v6 = len(found) > 1 and ":" in address_towards(hub, deadline)
-        return Advertised(min(found, key=lambda each: (":" in each) != wants_v6), choices)
-    return Advertised(address_towards(hub, deadline) if host in (None, "") else check_host(host), choices)
+        if len({":" in each for each in found}) > 1:  # the hub's family first: more hosts may have it
+            wants_v6 = ":" in addresses_towards(hub, deadline)[0]
+            found.sort(key=lambda each: (":" in each) != wants_v6)
+        return _advertised(found, choices)
+    if host in (None, ""):
+        return _advertised(with_faster(addresses_towards(hub, deadline)), choices)
+    return _advertised(hosts_of(host), choices)
+
+
+def _advertised(hosts: Sequence[str], ports: range) -> Advertised:
+    return Advertised(",".join(hosts[:HOSTS_MAX]), ports)
 
 
 def ports_of(given: str | None = None) -> range:
@@ -66,11 +77,19 @@ def ports_of(given: str | None = None) -> range:
     return ANY_PORT if given is None else port_range(given, "ports")
 
 
-def check_host(host: object, what: str = "advertise_host") -> str:
-    """Return a host that peers are told to connect to, or raise UsageError: there is none at 0.0.0.0, or with a port.
-    what: that has said so."""
+def hosts_of(given: object, what: str = "advertise_host") -> list[str]:
+    """Return the hosts that peers are told to connect to, given with commas between them, or raise UsageError: there is
+    none at 0.0.0.0, or with a port. what: that has said so."""
+    hosts = given.split(",") if is_text(given) else [given]
+    if len(hosts) > HOSTS_MAX:
+        raise UsageError(f"{what}={given!r:.80}: {len(hosts)} hosts, and at most {HOSTS_MAX} may be told to peers")
+    return list(dict.fromkeys(_check_host(each, what) for each in hosts))
+
+
+def _check_host(host: object, what: str) -> str:
     if not is_text(host) or len(host) > NAME_LENGTH_MAX or printable(host) != host:
         raise UsageError(f"{what}={host!r:.80}: a text of at most {NAME_LENGTH_MAX} characters that can be printed")
+    host = host.strip(" ")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         ip = ipaddress.ip_address(bare)
@@ -87,11 +106,11 @@ def check_host(host: object, what: str = "advertise_host") -> str:
 
 
 def addresses_of(interfaces: object, what: str = "interface") -> list[str]:
-    """Return the addresses of one of this host's network interfaces, IPv4 first: of the first of these, with commas
-    between them, that is up and has any which leaves it. UsageError, which names those that have."""
-    for each in interfaces.split(",") if isinstance(interfaces, str) else ():
-        if found := _addresses_of(each.strip()):
-            return found
+    """Return the addresses of network interfaces of this host, in their order, IPv4 first: of those of these, with
+    commas between them, that are up and have any which leaves it. UsageError, which names the interfaces that have."""
+    names = dict.fromkeys(interfaces.split(",")) if isinstance(interfaces, str) else {}
+    if found := [address for each in names for address in _addresses_of(each.strip())]:
+        return found
     known = [f"{name} ({', '.join(found)})" for _, name in socket.if_nameindex() if (found := _addresses_of(name))]
     raise UsageError(
         f"{what}={interfaces!r:.80}: no network interface of that name is up here and has an address; these have: "
@@ -113,6 +132,25 @@ def _addresses_of(interface: str) -> list[str]:
         if of == interface and not int(flag, 16) & NOT_IN_USE and not ip.is_link_local:
             found.append(str(ip))
     return found
+
+
+def with_faster(hosts: Sequence[str], devices: Path = Path("/sys/class/net")) -> list[str]:
+    """Return these addresses of this host, and those of its network cards whose links are faster than theirs, the
+    fastest first; only private addresses, as these are not asked for. devices: by name."""
+    speeds = {name: _speed(devices / name) for _, name in socket.if_nameindex()}
+    known = {name: _addresses_of(name) for name, speed in speeds.items() if speed}
+    slow = max((speeds[name] for name, has in known.items() if not set(has).isdisjoint(hosts)), default=math.inf)
+    faster = sorted((name for name in known if speeds[name] > slow), key=lambda name: -speeds[name])
+    private = [each for name in faster for each in known[name] if ipaddress.ip_address(each).is_private]
+    return [*hosts, *private][:HOSTS_MAX]
+
+
+def _speed(device: Path) -> int:
+    """Return the Mbit/s of a network card's link, or of several that are bonded; 0: unknown, or it is no card."""
+    with contextlib.suppress(OSError, ValueError):  # of what is down, or virtual
+        if (device / "device").exists() or (device / "bonding").exists():
+            return max(0, int((device / "speed").read_text()))
+    return 0
 
 
 def _table_v6() -> str:

@@ -2,13 +2,11 @@
 
 Client to hub: `ClientMessage`. Hub to client: `HubMessage`. Frames are two magic bytes, one protocol-version byte and
 one msgpack array whose first element is the type's tag; msgspec checks every field's type while it decodes, and the
-limits below bound what one message may hold. Nothing is ever unpickled.
-
-Requests carry `request_id`, a number that is unique within the session. A request may be sent again with the same
-number (the wire may lose it, the hub may have been restarted): the hub answers a number it has answered before with
-the same reply. Deadlines travel as seconds that are left, never as clock times, because clocks differ. But they do not
-expire while a request waits in a buffer: one that changes something also carries the instant until which it is valid
-(`Until`), on the clock of the hub, which a worker knows from the hub's messages.
+limits below bound what one message may hold. Nothing is ever unpickled. Requests carry `request_id`, a number that is
+unique within the session. A request may be sent again with the same number (the wire may lose it, the hub may have been
+restarted): the hub answers a number it has answered before with the same reply. Deadlines travel as seconds that are
+left, never as clock times, because clocks differ. But they do not expire while a request waits in a buffer: one that
+changes something also carries the instant until which it is valid (`Until`), on the hub's clock, see its messages.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from tensorhub_plugins.core.types import (
     PRINTABLE,
     SHARDS_MAX,
     Across,
+    Hosts,
     Location,
     ShardKey,
     VersionInfo,
@@ -45,7 +44,7 @@ SERIAL_MAX = 1 << 32  # of directives: far more than a run ever gets
 SECONDS_MAX = 31_536_000.0  # a year: no request needs to wait longer
 HOLDINGS_MAX = 8192  # of one worker: its shard in some layouts of some versions
 FROM_CLIENT_SIZE_BYTES_MAX = 4 << 20  # a hello with 1,024 holdings is below 200 KB
-FROM_HUB_SIZE_BYTES_MAX = 16 << 20  # status of 8,192 workers is about 4 MB
+FROM_HUB_SIZE_BYTES_MAX = 20 << 20  # status of 8,192 workers is about 4 MB
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
 Word = Annotated[str, msgspec.Meta(max_length=256, pattern=PRINTABLE)]  # may be empty
@@ -141,6 +140,7 @@ class Grant(_Message, frozen=True):
     size_bytes: Count
     as_of: Count = 0
     ticket: Ticket | None = None  # where the hub has a secret
+    hosts: Hosts = ()  # of the source, see Hello
 
 
 class Directive(_Message, frozen=True):
@@ -199,7 +199,7 @@ class Hello(_Message, frozen=True):
     hub that has admitted this session; b"": none yet. retain_newest and the other fields of that name: as in the last
     Retain of this worker that was answered; None: none was. tls_only: other data centres are served over TLS only.
     until: when the first of these holdings whose Publish is unanswered is abandoned; None: none is.
-    name_proof: the one of the last Alive, see `hub/namesakes.py`. machine: its id; "": its host was named explicitly.
+    name_proof: the one of the last Alive, see `hub/namesakes.py`. hosts: beside that of `endpoints`, at the same ports.
     """
 
     run: Name
@@ -231,7 +231,7 @@ class Hello(_Message, frozen=True):
     tls_only: bool = False
     until: Until | None = None
     name_proof: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
-    machine: Word = ""
+    hosts: Hosts = ()
 
 
 class Heartbeat(_Message, frozen=True):

@@ -18,7 +18,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from tensorhub_plugins.core.deadline import aside
 from tensorhub_plugins.core.process import ForeignSocket
-from tensorhub_plugins.core.protocol.address import format_address, parse_address
+from tensorhub_plugins.core.protocol.address import parse_address
+from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.secret import FILE_VARIABLE, SECRET_VARIABLE
 from tensorhub_plugins.core.types import Role

@@ -14,6 +14,8 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
     # When a source is dropped.
     stall_s: float = 5.0  # without one segment (4 MiB): below 1 MB/s a link is dead; a loaded host pauses for less
     open_s: float = 10.0  # to connect and receive a manifest
+    # To open another endpoint of a source, to measure it, and for its first segment beyond what the first one took.
+    measure_s: float = 0.4
     corrupt_segments_max: int = 3  # from one source; more is a broken source rather than a flipped bit on the way
     # Asking again after a loss.
     backoff_first_s: float = 0.1

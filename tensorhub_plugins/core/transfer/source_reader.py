@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,13 +21,21 @@ from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.reach import is_of_one_host
+from tensorhub_plugins.core.protocol.reach import at_all_hosts, is_of_one_host
 from tensorhub_plugins.core.security import tls
 from tensorhub_plugins.core.transfer import events, replication
-from tensorhub_plugins.core.transports import Link, Transport, choices, nothing_in_common
+from tensorhub_plugins.core.transports import Link, More, Transport, choices, nothing_in_common
+from tensorhub_plugins.core.transports.ways import FASTER, WAYS
 from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
 
 WITHIN_A_HOST = ("cuda_ipc", "shm")
+# A source with several endpoints.
+MEASURED = ("tcp", "tls")
+SEGMENTS_PER_WAY = 8  # of a shard, else there is little to gain
+
+
+class _Corrupt(SourceLost):
+    """The source has other bytes than were published, over whatever endpoint."""
 
 
 @dataclass
@@ -75,6 +83,8 @@ class SourceReader:
         self._to_confirm = False
         self._link: Link | None = None
         self._is_open = False
+        self._spare: Link | None = None  # over another of the source's endpoints, while they are measured
+        self._unmeasured: list[str] = []
         self._closed = False
         self._refused = False  # the source's address refuses connections
         self._misled = False  # connected to an address that leads elsewhere from other hosts
@@ -137,10 +147,11 @@ class SourceReader:
         """Make the thread end soon, without waiting for it."""
         with self._changed:
             self._closed = True
-            link = self._link
+            links = self._link, self._spare
             self._changed.notify()
-        if link is not None:
-            link.close()
+        for link in links:
+            if link is not None:
+                link.close()
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait for the end of its thread, if it was started."""
@@ -155,7 +166,9 @@ class SourceReader:
             self._is_open = True
             self._notify(events.Opened(self.shard, self.grant.session, manifest, self._slower))
             while self._wait():
-                if self._batches:
+                if self._batches and self._unmeasured:
+                    link = self._measure(link)
+                elif self._batches:
                     self._read(link)
                 else:
                     unchanged = link.check(deadline=self._soon())
@@ -170,8 +183,9 @@ class SourceReader:
         except Exception as error:  # a bug of ours: raise it in the caller instead of retrying
             self._notify(error)
         finally:
-            if self._link is not None:
-                self._link.close()
+            for each in (self._link, self._spare):
+                if each is not None:
+                    each.close()
 
     def _soon(self) -> float:
         return min(self._machine.deadline, Deadline.after(self._limits.open_s))
@@ -197,19 +211,13 @@ class SourceReader:
         """Open the best transport that both ends have and that reaches the source; return its link and manifest."""
         refused: ResourceRefused | None = None
         problems, where = dict[str, str](), {"far": self._far, "tls_only": tls.is_required()}
-        for name, endpoint in choices(tuple(self._transports), self.grant.endpoints, **where):
-            deadline = self._soon()
+        endpoints = at_all_hosts(self.grant.endpoints, self.grant.hosts)
+        for name, endpoint in choices(tuple(self._transports), endpoints, **where):
             try:
-                link = self._transports[name].connect(endpoint, deadline=deadline, far=self._far)
-                with self._changed:
-                    if self._closed:
-                        link.close()
-                        raise SourceLost("given up while it was opened", peer=self.grant.worker, phase="open")
-                    self._link, self._misled = link, self._away != HOST and is_of_one_host(endpoint)
-                link.digests, link.ticket, link.borrows = self._verify, self.grant.ticket, self._borrows
-                manifest = link.open(self.key, self.grant.as_of, deadline=deadline)
+                link, manifest = self._open_one(name, endpoint, self._soon())
                 self.transport, self._misled = name, False
                 self._slower = _slower_way(name, problems, self.grant, tuple(self._transports), self._away)
+                self._unmeasured = self._to_measure(name, endpoint, manifest)
                 return link, manifest
             except VersionGone as error:
                 raise SourceLost(str(error), peer=self.grant.worker, phase="open") from error
@@ -230,11 +238,100 @@ class SourceReader:
             phase="open",
         )
 
+    def _open_one(self, name: str, endpoint: str, deadline: float) -> tuple[Link, Manifest]:
+        """Open what is to be read at one of these endpoints: at some of them there may be another worker here."""
+        left = endpoint.split(",")
+        while True:
+            try:
+                return self._open_at(name, ",".join(left), deadline)
+            except VersionGone:
+                assert self._link is not None
+                if len(left) == 1 or self._link.peer not in left:
+                    raise
+                self._link.close()
+                WAYS.shut(self._link.peer, time.monotonic())
+                left.remove(self._link.peer)
+
+    def _open_at(self, name: str, endpoint: str, deadline: float) -> tuple[Link, Manifest]:
+        """Open what is to be read by this transport, at the best of these endpoints of the source."""
+        link = self._transports[name].connect(endpoint, deadline=deadline, far=self._far)
+        with self._changed:
+            if self._closed:
+                link.close()
+                raise SourceLost("given up while it was opened", peer=self.grant.worker, phase="open")
+            self._link = link
+            self._misled = self._away != HOST and all(map(is_of_one_host, endpoint.split(",")))
+        link.digests, link.ticket, link.borrows = self._verify, self.grant.ticket, self._borrows
+        return link, link.open(self.key, self.grant.as_of, deadline=deadline)
+
+    def _to_measure(self, name: str, endpoint: str, manifest: Manifest) -> list[str]:
+        """Return the endpoints over which a segment is to be read before the others, see `_measure`."""
+        found = WAYS.unmeasured(endpoint.split(","), time.monotonic()) if name in MEASURED and self._verify else []
+        return found if found and manifest.segment_count >= SEGMENTS_PER_WAY * len(found) else []
+
+    def _measure(self, link: Link) -> Link:
+        """Read a segment over each of the source's endpoints, that of this link first; return the link over the fastest
+        one. A slower one is left as soon as that shows."""
+        batch = deque(self._more())
+        best_s = self._timed(link, batch, self._machine.deadline)
+        for endpoint in [each for each in self._unmeasured if each != link.peer]:
+            if not batch or best_s is None or (other := self._open_other(endpoint)) is None:
+                continue
+            began, took_s, limit_s = time.monotonic(), None, best_s * FASTER + self._limits.measure_s
+            try:
+                took_s = self._timed(other, batch, min(self._machine.deadline, began + limit_s))
+            except _Corrupt:
+                raise
+            except SourceLost:
+                start, stop = self._segment_range(batch[0]) if batch else (0, 1)
+                WAYS.measured(endpoint, (stop - start) / limit_s, began)  # at most
+            if took_s is not None and took_s * FASTER < best_s:
+                link, other, best_s = other, link, took_s
+            other.close()
+            self._link, self._spare = link, None
+        self._unmeasured = []
+        self._batches.appendleft(_Batch(tuple(batch), []))
+        return link
+
+    def _open_other(self, endpoint: str) -> Link | None:
+        """Open another endpoint of the source, if it lets us in at once. The present link is kept open meanwhile."""
+        self._spare, now = self._link, time.monotonic()
+        try:
+            return self._open_at(self.transport, endpoint, now + self._limits.measure_s)[0]
+        except (TensorHubError, OSError) as error:
+            if resources.refusal(error) is None and not self._closed:
+                WAYS.shut(endpoint, now)
+            if self._link is not None and self._link is not self._spare:
+                self._link.close()
+            self._link, self._spare = self._spare, None
+            return None
+        finally:
+            self._misled = False
+
+    def _timed(self, link: Link, batch: deque[int], deadline: float) -> float | None:
+        """Read the first of these segments; return in how many seconds; None: the source has waited for it itself."""
+        start, stop = self._segment_range(batch[0])
+        began, took_s = time.monotonic(), 0.0
+        for segment in self._arriving(link, [batch[0]], deadline):
+            batch.popleft()
+            if segment not in link.progress.delayed_segments:
+                took_s = time.monotonic() - began
+                WAYS.measured(link.peer, (stop - start) / took_s, began)
+        return took_s or None
+
+    def _segment_range(self, segment: int) -> tuple[int, int]:
+        assert self._target is not None
+        return self._target.manifest.segment_range(segment)
+
     def _read(self, link: Link) -> None:
-        segments = self._more()
+        for _ in self._arriving(link, self._more(), self._machine.deadline, self._more):
+            pass
+
+    def _arriving(self, link: Link, segments: list[int], deadline: float, more: More | None = None) -> Iterator[int]:
+        """Read these segments and further ones, tell of each that has arrived, and yield it."""
         assert self._target is not None
         manifest, slab, moves = self._target.manifest, self._target.slab, self._target.moves
-        for segment in link.read(segments, slab, moves, deadline=self._machine.deadline, more=self._more):
+        for segment in link.read(segments, slab, moves, deadline=deadline, more=more):
             intact = not self._verify or link.digest(segment) == manifest.digest(segment)
             self._expected_at = time.monotonic() + self._limits.stall_s
             with self._changed:  # the caller's thread adds to it
@@ -243,7 +340,8 @@ class SourceReader:
             names = () if intact else tuple(dict.fromkeys(spec.tensor for spec in manifest.specs_in([segment])))
             self._notify(events.Arrived(self.shard, self.grant.session, segment, intact, waited, names))
             if not intact:
-                raise SourceLost("sent corrupt bytes", peer=self.grant.worker, phase="read")
+                raise _Corrupt("sent corrupt bytes", peer=self.grant.worker, phase="read")
+            yield segment
 
     def _lost(self, why: str) -> None:
         if not self._closed:

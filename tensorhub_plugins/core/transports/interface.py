@@ -85,6 +85,7 @@ class Transport(Protocol):
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> Link:
         """Connect to a source. `deadline` is a value of time.monotonic(). Raise SourceLost if it is unreachable.
 
+        endpoint: of a transport that leaves the host it may be several that lead to the source, with commas between.
         far: it is in another data centre."""
         ...
 
@@ -130,9 +131,10 @@ class Link(Protocol):
     """One reader's connection to one source, used by one thread at a time; any thread may call `close`. After an error
     other than VersionGone and NotServable it is closed.
 
-    progress: the source's last reported activity. digests: whether `read` computes them, for `digest`. ticket: the
-    lease's, for `open`. borrows: whether `open` asks for a loan."""
+    peer: the endpoint it is connected to. progress: the source's last reported activity. digests: whether `read`
+    computes them, for `digest`. ticket: the lease's, for `open`. borrows: whether `open` asks for a loan."""
 
+    peer: str
     progress: LinkProgress
     digests: bool
     ticket: Ticket | None

@@ -16,8 +16,8 @@ from functools import partial
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import SHARD_SIZE_BYTES_MAX, Manifest
-from tensorhub_plugins.core.protocol.address import format_address, parse_address
-from tensorhub_plugins.core.protocol.advertised import check_host
+from tensorhub_plugins.core.protocol.advertised import hosts_of
+from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
@@ -40,9 +40,9 @@ OFFLOAD_SEGMENTS = 2  # waiting for the other thread
 
 
 class TcpTransport(SocketTransport):
-    """A transport over TCP. advertise_host: the address of this host that peers connect to, and the only one listened
-    on if it is local (otherwise, behind address translation, all are). None: loopback, for readers on this host. ports:
-    as for `listen`.
+    """A transport over TCP. advertise_host: the address of this host that peers connect to, or several with commas
+    between them, and the only ones listened on if they are local (otherwise, behind address translation, all are).
+    None: loopback, for readers on this host. ports: as for `listen`.
 
     streams: connections that a reader opens to one source. offload_size_bytes: segments of at least this size are
     digested, and copied to a device, in another thread while the next one arrives; None picks by the number of cores.
@@ -64,7 +64,7 @@ class TcpTransport(SocketTransport):
         super().__init__()
         if not 1 <= streams <= STREAMS_MAX:
             raise UsageError(f"streams must be between 1 and {STREAMS_MAX}, not {streams}")
-        self._host = LOOPBACK if advertise_host is None else check_host(advertise_host)
+        self._hosts = hosts_of(LOOPBACK if advertise_host is None else advertise_host)
         self._ports = ports
         self._streams = streams
         if offload_size_bytes is None:
@@ -81,16 +81,15 @@ class TcpTransport(SocketTransport):
 
     def serve(self, shelf: Shelf) -> str:
         self._check_may_serve()
-        listener = listen(self._host, self._ports)
-        port = listener.getsockname()[1]
-        self._server = StreamServer(listener, shelf, self._source, self._limits, self._gate)
-        return format_address(self.name, self._host, port)
+        listeners = listen(self._hosts, self._ports)
+        port = listeners[0].getsockname()[1]
+        self._server = StreamServer(listeners, shelf, self._source, self._limits, self._gate)
+        return format_address(self.name, self._hosts[0], port)
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> TcpLink:
         self._check_open()
-        host, port = parse_address(endpoint, self.name)
         limit = self._limits.stall_s
-        reach = partial(connect, endpoint, host, port, stall_s=limit, deadline=deadline, make=self._channel)
+        reach = partial(connect, endpoint, self.name, stall_s=limit, deadline=deadline, make=self._channel)
         channels = connect_all(reach, FAR_STREAMS if far else self._streams)
         link = TcpLink(channels, self._offload_size_bytes)
         self._add(link)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import ray
 
-from tensorhub_plugins.core import PREEMPTIBLE_VARIABLE, Client, Location, UsageError, here
+from tensorhub_plugins.core import PREEMPTIBLE_VARIABLE, Client, Location, UsageError, here, with_faster
 from tensorhub_plugins.core.options import StoreOptions, TrainingOptions
 from tensorhub_plugins.vllm.ray import secret
 
@@ -74,7 +74,7 @@ def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count
         digest=given.digest,
         memory_budget_bytes=given.memory_budget_bytes,
         over_budget=given.over_budget,
-        advertise_host=node_address(),
+        advertise_host=node_addresses(),
         interface=given.interface,
         ports=given.ports,
         job=job(),
@@ -88,7 +88,7 @@ def worker_config(given: TrainingOptions, *, replica: str) -> dict[str, Any]:
     own = {
         "replica": replica,
         "location": {"data_center": location.data_center, "rack": location.rack, "host": location.host},
-        "advertise_host": node_address(),
+        "advertise_host": node_addresses(),
         "job": job(),
         "preemptible": is_preemptible(),
     }
@@ -101,6 +101,11 @@ def job() -> str | None:
         return None
     context = ray.get_runtime_context()
     return f"{context.get_session_name()}-{context.get_job_id()}"
+
+
+def node_addresses() -> str:
+    """Return this node's address, and those of its network cards with faster links, with commas between them."""
+    return ",".join(with_faster([node_address()]))
 
 
 def node_address() -> str:

@@ -290,7 +290,7 @@ BAD_REQUESTS: dict[str, Callable[[], bytes]] = {
 def test_a_source_says_in_one_line_what_a_stranger_asked(stage, caplog, request_):
     trainer, rollout = stage.client("trainer"), stage.client("rollout")
     trainer.publish(1, tensors_of(1))
-    endpoint = trainer._transports["tcp"]._server._listener.getsockname()
+    endpoint = trainer._transports["tcp"]._server._listeners[0].getsockname()
     with socket.create_connection(endpoint, timeout=SOON_S) as stranger:
         stranger.sendall(wire.HELLO.pack(wire.MAGIC, wire.PROTOCOL, 0, b"") + BAD_REQUESTS[request_]())
         while stranger.recv(1 << 16):

@@ -19,7 +19,7 @@ from tensorhub_plugins.core.hub import hub, outbox, rates, server
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, SHARDS_MAX, Location, ShardKey, check_name, printable
+from tensorhub_plugins.core.types import CHECKPOINT, HOSTS_MAX, SHARDS_MAX, Location, ShardKey, check_name, printable
 
 LONG = "x" * 257
 KEY = ShardKey(1, CHECKPOINT)
@@ -74,9 +74,20 @@ def test_the_control_the_largest_that_may_be_do(message: m.Hello) -> None:
 
 
 def test_the_largest_answer_can_be_decoded() -> None:
-    location, endpoints = Location(*(LONG[1:],) * 3), {f"{n:032}": LONG[1:] for n in range(8)}
+    location, endpoints = Location(*(LONG[1:],) * 3, "m" * 64), {f"{n:032}": LONG[1:] for n in range(8)}
     ticket = m.Ticket(m.Claim(b"h" * 16, "r" * 262, 1.0), b"k" * 32)
-    grant = m.Grant(0, b"s" * 16, LONG[1:], endpoints, location, b"r" * 16, 1 << 48, 1 << 48, ticket)
+    grant = m.Grant(
+        0,
+        b"s" * 16,
+        LONG[1:],
+        endpoints,
+        location,
+        b"r" * 16,
+        1 << 48,
+        1 << 48,
+        ticket,
+        (LONG[1:],) * (HOSTS_MAX - 1),
+    )
     granted = m.Granted(1, 1, LONG[1:], SHARDS_MAX, (grant,) * m.GRANTS_MAX)
     assert len(m.encode(granted)) < m.FROM_HUB_SIZE_BYTES_MAX and m.decode_from_hub(m.encode(granted)) == granted
 

@@ -27,8 +27,8 @@ class Fleet(Scenario):
             self.come(f"{name}/0", host)
         self.say("trainer/0", m.Retain, newest=1, domains=domains, across=across)
 
-    def come(self, worker: str, host: str, *, room: int = ROOM, **hello: object) -> None:
-        self.join(worker, location=Location("dc", "rack", host), **hello)
+    def come(self, worker: str, host: str, *, room: int = ROOM, machine: str = "", **hello: object) -> None:
+        self.join(worker, location=Location("dc", "rack", host, machine), **hello)
         self.room[worker] = room
 
     def wait(self, seconds: float) -> None:

@@ -9,11 +9,11 @@ from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.hub.selection import Question, UplinkBudget, choose
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, DATA_CENTER, HOST, Location, ShardKey, distance, domain
 
 
-def at(host: str, *, rack: str = "", data_center: str = "dc") -> Location:
-    return Location(data_center, rack, host)
+def at(host: str, *, rack: str = "", data_center: str = "dc", machine: str = "") -> Location:
+    return Location(data_center, rack, host, machine)
 
 
 def sources(**candidates: tuple[Location, int, int, bool]) -> Sources:
@@ -55,6 +55,17 @@ def test_a_rack_tips_the_scales_but_does_not_double_a_sources_load() -> None:
 def test_within_a_host_it_is_a_star_around_who_has_all_of_it() -> None:
     of = sources(whole=(at("h"), 0, 7, False), arriving=(at("h"), 1, 0, False), idle=(at("elsewhere"), 0, 0, False))
     assert best(of, at("h")) == "whole"
+
+
+def test_pods_of_one_machine_are_one_host_and_machines_of_one_name_are_two() -> None:
+    """As retain(across="host") has it, where nobody has named the hosts; the control is a host that was named."""
+    pod, other_pod, same_name = at("a", machine="m1"), at("b", machine="m1"), at("b", machine="m2")
+    assert (distance(pod, other_pod), distance(other_pod, same_name)) == (HOST, DATA_CENTER)
+    assert distance(at("a"), pod) == DATA_CENTER and distance(at("a"), at("a")) == HOST
+    assert domain(pod, "host") == domain(other_pod, "host") != domain(same_name, "host")
+    assert domain(pod, "rack") == domain(same_name, "rack")
+    of = sources(near=(other_pod, 0, 7, False), named=(same_name, 0, 0, False))
+    assert best(of, pod) == "near" and best(of, same_name) == "named" and best(of, at("b")) == "named"
 
 
 def test_unknown_hosts_are_not_one_host() -> None:

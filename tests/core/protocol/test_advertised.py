@@ -9,7 +9,7 @@ import pytest
 
 from tensorhub_plugins.core import Client, UsageError, start_server
 from tensorhub_plugins.core.protocol import advertised
-from tensorhub_plugins.core.protocol.advertised import ANY_PORT, addresses_of, check_host, choose, ports_of
+from tensorhub_plugins.core.protocol.advertised import ANY_PORT, addresses_of, choose, hosts_of, ports_of, with_faster
 from tensorhub_plugins.core.transports import create
 from tensorhub_plugins.core.transports.stream import tcp_socket
 
@@ -56,7 +56,7 @@ def soon() -> float:
 def test_what_the_node_says_of_itself_comes_before_what_is_given(monkeypatch, interfaces):
     assert choose(HUB, soon()) == ("127.0.0.1", ANY_PORT)
     assert choose(HUB, soon(), host="10.0.0.9").host == "10.0.0.9"
-    assert choose(HUB, soon(), host="10.0.0.9", interface="ib0").host == "10.1.0.5"
+    assert choose(HUB, soon(), host="10.0.0.9", interface="ib0").host == "10.1.0.5,fd77::5"
     monkeypatch.setenv("TENSORHUB_INTERFACE", "eth0")
     assert choose(HUB, soon(), host="10.0.0.9", interface="ib0").host == "10.0.0.5"
     monkeypatch.setenv("TENSORHUB_ADVERTISE", "trainer.example")
@@ -66,12 +66,12 @@ def test_what_the_node_says_of_itself_comes_before_what_is_given(monkeypatch, in
 def test_an_interface_of_both_families_is_advertised_in_that_of_the_hub(interfaces, monkeypatch):
     assert addresses_of("ib0") == ["10.1.0.5", "fd77::5"]
     assert choose(HUB, soon(), interface="wg0").host == "fd78::5"
-    monkeypatch.setattr(advertised, "address_towards", lambda *_: "fd77::9")
-    assert choose("tcp://[fd77::1]:9", soon(), interface="ib0").host == "fd77::5"
+    monkeypatch.setattr(advertised, "addresses_towards", lambda *_: ["fd77::9"])
+    assert choose("tcp://[fd77::1]:9", soon(), interface="ib0").host == "fd77::5,10.1.0.5"
 
 
-def test_of_several_interfaces_the_first_that_is_here_counts(interfaces):
-    assert addresses_of("ib1, ib0,eth0")[0] == "10.1.0.5"
+def test_of_several_interfaces_those_that_are_here_count(interfaces):
+    assert addresses_of("ib1, ib0,eth0") == ["10.1.0.5", "fd77::5", "10.0.0.5"]
 
 
 @pytest.mark.parametrize("name", ["nope0", "down0", "", ",", "x" * 16, "eth0\0", "é" * 9, 5])
@@ -83,6 +83,35 @@ def test_an_interface_that_is_none_is_refused_with_those_there_are(interfaces, n
     assert "wg0 (fd78::5)" in str(said.value) and "down0 (" not in str(said.value)
 
 
+def test_a_card_with_a_faster_link_is_told_beside_the_address_that_faces_the_hub(interfaces, monkeypatch, tmp_path):
+    """Where its link is known to be faster, and its address is of no public network."""
+
+    def device(name: str, mbit: str, kind: str = "device") -> None:
+        (tmp_path / name / kind).mkdir(parents=True)
+        (tmp_path / name / "speed").write_text(mbit)
+
+    device("eth0", "1000\n")
+    device("ib0", "400000\n")
+    assert with_faster(["10.0.0.5"], tmp_path) == ["10.0.0.5", "10.1.0.5", "fd77::5"]
+    assert with_faster(["10.1.0.5"], tmp_path) == ["10.1.0.5"], "the control: the other one is slower"
+    assert with_faster(["10.9.9.9"], tmp_path) == ["10.9.9.9"], "the speed of its link is not known"
+    device("wg0", "400000\n", "virtual")
+    device("down0", "-1\n")
+    assert with_faster(["10.0.0.5"], tmp_path) == ["10.0.0.5", "10.1.0.5", "fd77::5"]
+    monkeypatch.setattr(advertised, "_addresses_of", lambda name: {"eth0": ["10.0.0.5"], "ib0": ["8.8.8.8"]}.get(name))
+    assert with_faster(["10.0.0.5"], tmp_path) == ["10.0.0.5"]
+
+
+def test_several_may_be_told_and_how_many_is_bounded(monkeypatch, interfaces):
+    monkeypatch.setenv("TENSORHUB_ADVERTISE", "10.0.0.5, [fd77::5],trainer,10.0.0.5")
+    assert choose(HUB, soon()).host == "10.0.0.5,fd77::5,trainer"
+    monkeypatch.setenv("TENSORHUB_ADVERTISE", "a,b,c,d,e")
+    with pytest.raises(UsageError, match="^TENSORHUB_ADVERTISE='a,b,c,d,e': 5 hosts, and at most 4 may be told"):
+        choose(HUB, soon())
+    monkeypatch.delenv("TENSORHUB_ADVERTISE")
+    assert choose(HUB, soon(), interface="eth0,ib0,wg0").host == "10.0.0.5,10.1.0.5,fd77::5,fd78::5"
+
+
 def test_an_interface_of_this_host():
     assert addresses_of("lo")[0] == "127.0.0.1"
 
@@ -92,13 +121,13 @@ def test_an_interface_of_this_host():
     ["10.0.0.5", "[fd77::5]", "fd77::5", "fe80::1%eth0", "trainer", "a-b.c_d.example.", "10-0-0-5.pod", "127.0.0.1"],
 )
 def test_what_peers_can_connect_to(host):
-    assert check_host(host) == host.strip("[]")
+    assert hosts_of(host) == [host.strip("[]")]
 
 
 @pytest.mark.parametrize(
     "host",
     ["0.0.0.0", "::", "[::]", "224.0.0.1", "ff02::1", "255.255.255.255", "fe80::1", "10.0.0.5:7070", "300.1.1.1", "1.2"]
-    + ["tcp://h", "a b", "a/b", "*", "-a", "[10.0.0.5", "10.0.0.0/16", "a,b", " h"],
+    + ["tcp://h", "a b", "a/b", "*", "-a", "[10.0.0.5", "10.0.0.0/16", "a,b c", "a,,b"],
 )
 def test_what_nobody_can_connect_to_is_refused_by_the_name_that_said_it(monkeypatch, host):
     with pytest.raises(UsageError, match="^advertise_host=.* cannot be connected to: give the address or the name"):
@@ -128,18 +157,21 @@ def test_a_range_that_is_none_is_refused_when_a_client_connects(monkeypatch, sai
 
 
 def test_a_port_of_the_range_that_is_free_is_taken(monkeypatch):
-    with tcp_socket.listen("127.0.0.1") as taken:
+    (listener,) = tcp_socket.listen(["127.0.0.1"])
+    with listener as taken:
         port = taken.getsockname()[1]
-        with tcp_socket.listen("127.0.0.1", range(port, min(port + 20, 65536))) as other:
+        (other,) = tcp_socket.listen(["127.0.0.1"], range(port, min(port + 20, 65536)))
+        with other:
             assert other.getsockname()[1] > port
         for variable in ("", f"{port}-{port}"):
             monkeypatch.setenv("TENSORHUB_PORTS", variable)
             with pytest.raises(UsageError, match=f"all ports from {port} to {port} are taken: .* TENSORHUB_PORTS"):
-                tcp_socket.listen("127.0.0.1", None if variable else range(port, port + 1))
+                tcp_socket.listen(["127.0.0.1"], None if variable else range(port, port + 1))
 
 
 def bound(host: str) -> str:
-    with tcp_socket.listen(host) as listener:
+    (listener,) = tcp_socket.listen([host])
+    with listener:
         return str(listener.getsockname()[0])
 
 

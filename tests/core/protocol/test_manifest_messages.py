@@ -39,6 +39,7 @@ from tensorhub_plugins.core.types import (
     ATTEMPTS_MAX,
     CHECKPOINT,
     DECODE_ERRORS,
+    HOSTS_MAX,
     STEPS_PER_ATTEMPT,
     VERSION_MAX,
     Location,
@@ -286,6 +287,26 @@ class OldHello(m._Message, frozen=True, tag="Hello"):
     endpoints: dict[str, str]
 
 
+class OldLocation(msgspec.Struct, frozen=True):
+    data_center: str = ""
+    rack: str = ""
+    host: str = ""
+
+
+class OldGrant(m._Message, frozen=True, tag="Grant"):
+    """As a worker knows it that is older than further hosts, and than locations with a machine."""
+
+    shard: int
+    session: bytes
+    worker: str
+    endpoints: dict[str, str]
+    location: OldLocation
+    root: bytes
+    size_bytes: int
+    as_of: int = 0
+    ticket: m.Ticket | None = None
+
+
 class OldWelcome(m._Message, frozen=True, tag="Welcome"):
     hub: bytes
     heartbeat_s: float
@@ -312,6 +333,21 @@ def test_workers_that_are_older_than_directives_and_the_hub_understand_each_othe
         (m.Unknown(SESSION), OldUnknown()),
     ):
         assert old.decode(m.encode(said)[3:]) == heard
+
+
+def test_workers_that_know_one_endpoint_of_a_source_and_others_understand_each_other():
+    endpoints, place = {"tcp": "tcp://10.0.0.5:7100"}, Location("dc", "", "a", "boot")
+    grant = m.Grant(0, SESSION, "a/0", endpoints, place, b"r" * 16, 8, hosts=("fd77::5",))
+    old = msgspec.msgpack.decode(msgspec.msgpack.encode(grant), type=OldGrant)
+    assert (old.endpoints, old.location) == (endpoints, OldLocation("dc", "", "a"))
+    new = msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=m.Grant)
+    assert (new.endpoints, new.location, new.hosts) == (endpoints, Location("dc", "", "a"), ())
+
+
+@pytest.mark.parametrize("hosts", [("h",) * HOSTS_MAX, ("h" * 257,), ("",), ("a\nb",)])
+def test_further_hosts_are_bounded(hosts):
+    with pytest.raises(ProtocolError):
+        m.decode_from_client(m.encode(m.Hello("r", "a", "x", 0, 1, Location(), {}, hosts=hosts)))
 
 
 def test_nobody_speaks_for_the_other_side():

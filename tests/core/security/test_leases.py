@@ -205,6 +205,6 @@ def _ticket(keys: Keys, source: Client, shard: ShardKey, claim: Claim) -> Ticket
 
 
 def _endpoint(transport: object) -> str:
-    listener: socket.socket = transport._server._listener
+    listener: socket.socket = transport._server._listeners[0]
     name = listener.getsockname()
     return f"shm://{name[1:].decode()}" if isinstance(name, bytes) else f"tcp://{name[0]}:{name[1]}"

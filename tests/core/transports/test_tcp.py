@@ -16,7 +16,7 @@ from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import HubUnreachable, SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import address
-from tensorhub_plugins.core.protocol.address import address_towards
+from tensorhub_plugins.core.protocol.address import addresses_towards
 from tensorhub_plugins.core.transports import read_plan as _plan
 from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.core.transports.stream import tcp_socket
@@ -134,8 +134,9 @@ def test_a_name_of_ones_own_for_loopback_says_nothing_of_where_workers_are(monke
     routes = {"127.0.1.1": "127.0.0.1", "127.0.0.1": "127.0.0.1", address.ELSEWHERE: "10.0.0.5"}
     monkeypatch.setattr(address, "resolve", lambda host, _: (host if host in routes else "127.0.1.1",))
     monkeypatch.setattr(address, "_own_address", lambda towards, _: routes[towards])
-    assert address_towards("tcp://trainer-host:9", soon()) == "10.0.0.5"
-    assert address_towards("tcp://127.0.0.1:9", soon()) == address_towards("tcp://127.0.1.1:9", soon()) == "127.0.0.1"
+    assert addresses_towards("tcp://trainer-host:9", soon()) == ["10.0.0.5"]
+    assert addresses_towards("tcp://127.0.0.1:9", soon()) == ["127.0.0.1"]
+    assert addresses_towards("tcp://127.0.1.1:9", soon()) == ["127.0.0.1"]
 
     def not_elsewhere(towards, _):
         if towards == address.ELSEWHERE:
@@ -143,13 +144,13 @@ def test_a_name_of_ones_own_for_loopback_says_nothing_of_where_workers_are(monke
         return routes[towards]
 
     monkeypatch.setattr(address, "_own_address", not_elsewhere)
-    assert address_towards("tcp://trainer-host:9", soon()) == "127.0.0.1"
+    assert addresses_towards("tcp://trainer-host:9", soon()) == ["127.0.0.1"]
 
 
-def test_address_towards():
-    assert address_towards("tcp://127.0.0.1:9", soon()) == "127.0.0.1"
+def test_addresses_towards():
+    assert addresses_towards("tcp://127.0.0.1:9", soon()) == ["127.0.0.1"]
     with pytest.raises((UsageError, HubUnreachable), match="there is no way to the hub"):
-        address_towards("tcp://no such host.invalid:9", soon())
+        addresses_towards("tcp://no such host.invalid:9", soon())
 
 
 def test_streams_share_a_read(monkeypatch):
@@ -203,4 +204,4 @@ def test_a_host_that_is_no_name_is_lost_or_refused_like_one_that_is_not_there(ho
     with contextlib.closing(TcpTransport()) as reader, pytest.raises(SourceLost, match="cannot connect"):
         reader.connect(f"tcp://{host}:80", deadline=soon())
     with pytest.raises(UsageError, match="is not an address"):
-        tcp_socket.listen(host)
+        tcp_socket.listen([host])

@@ -21,7 +21,8 @@ from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
-from tensorhub_plugins.core.protocol.address import format_address, parse_address
+from tensorhub_plugins.core.protocol.address import parse_address
+from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.transports import Link, Offer, Transport
 from tensorhub_plugins.core.types import ShardKey
 from transport_suite.material import FAR_S, SEGMENT_SIZE_BYTES, ConformanceError, far, make_tensor, read_equal

@@ -88,7 +88,7 @@ class CudaIpcTransport(SocketTransport):
     def serve(self, shelf: Shelf) -> str:
         self._check_may_serve()
         listener, endpoint = unix_socket.listen(SCHEME)
-        self._server = StreamServer(listener, shelf, CudaIpcSource(self._ipc), self._limits, self._gate)
+        self._server = StreamServer([listener], shelf, CudaIpcSource(self._ipc), self._limits, self._gate)
         return endpoint
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> CudaIpcLink:

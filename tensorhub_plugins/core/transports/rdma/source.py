@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.protocol.address import format_address
+from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError

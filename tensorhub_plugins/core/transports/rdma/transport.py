@@ -41,8 +41,8 @@ from collections.abc import Sequence
 
 from tensorhub_plugins.core.drivers import pci_address
 from tensorhub_plugins.core.errors import SourceLost, UsageError
-from tensorhub_plugins.core.protocol.address import format_address, parse_address
-from tensorhub_plugins.core.protocol.advertised import check_host
+from tensorhub_plugins.core.protocol.advertised import hosts_of
+from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
@@ -80,7 +80,7 @@ class RdmaTransport(SocketTransport):
     ) -> None:
         """Open the cards. Raise UsageError when the devices named are not usable; VerbsError stays inside."""
         super().__init__()
-        self._host = LOOPBACK if advertise_host is None else check_host(advertise_host)
+        self._hosts = hosts_of(LOOPBACK if advertise_host is None else advertise_host)
         self._ports = ports
         self._limits = limits
         self._gate = gate
@@ -118,23 +118,23 @@ class RdmaTransport(SocketTransport):
 
     def serve(self, shelf: Shelf) -> str:
         self._check_may_serve()
-        listener = listen(self._host, self._ports)
-        port = listener.getsockname()[1]
+        listeners = listen(self._hosts, self._ports)
+        port = listeners[0].getsockname()[1]
         self._server = StreamServer(
-            listener, shelf, RdmaSource(self._nics, self._memory, self._limits), self._limits, self._gate
+            listeners, shelf, RdmaSource(self._nics, self._memory, self._limits), self._limits, self._gate
         )
-        return format_address(self.name, self._host, port)
+        return format_address(self.name, self._hosts[0], port)
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> RdmaLink:
-        host, port = parse_address(endpoint, self.name)
+        endpoints = endpoint.split(",")
         with self._guard:
             self._check_open()
-            until, reason = self._unreachable.get(endpoint, (0.0, ""))
+            until, reason = max(self._unreachable.get(each, (0.0, "")) for each in endpoints)
         if time.monotonic() < until:
             raise SourceLost(f"not reached over rdma a moment ago: {reason}", peer=endpoint, phase="connect")
-        connection = self._take(endpoint)
+        connection = self._take(endpoints)
         if connection is None:
-            connection = Connection(connect(endpoint, host, port, stall_s=self._limits.stall_s, deadline=deadline))
+            connection = Connection(connect(endpoint, self.name, stall_s=self._limits.stall_s, deadline=deadline))
         link = RdmaLink(self, connection, self._limits.stall_s)
         self._add(link)
         return link
@@ -179,9 +179,9 @@ class RdmaTransport(SocketTransport):
         if surplus is not None:
             surplus.close()
 
-    def _take(self, endpoint: str) -> Connection | None:
+    def _take(self, endpoints: Sequence[str]) -> Connection | None:
         with self._guard:
-            found = [connection for connection in self._idle if connection.channel.peer == endpoint]
+            found = [connection for connection in self._idle if connection.channel.peer in endpoints]
             for connection in found:
                 self._idle.remove(connection)
         fresh: Connection | None = None

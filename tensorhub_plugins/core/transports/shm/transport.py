@@ -94,7 +94,7 @@ class ShmTransport(SocketTransport):
         self._check_may_serve()
         listener, endpoint = unix_socket.listen(SCHEME)
         _process.let_others_read()
-        self._server = StreamServer(listener, shelf, ShmSource(self._limits), self._limits, self._gate)
+        self._server = StreamServer([listener], shelf, ShmSource(self._limits), self._limits, self._gate)
         return endpoint
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> ShmLink:

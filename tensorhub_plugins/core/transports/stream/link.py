@@ -82,7 +82,7 @@ class SocketLink:
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = list(channels)
-        self._peer = channels[0].peer
+        self.peer = channels[0].peer
         self._version: int | None = None
         self._manifest: Manifest | None = None
         self._plan: ReadPlan | None = None
@@ -139,7 +139,7 @@ class SocketLink:
         more: More | None = None,
     ) -> Iterator[int]:
         if self._closed:
-            raise SourceLost("the link is closed", version=self._version, peer=self._peer, phase="read")
+            raise SourceLost("the link is closed", version=self._version, peer=self.peer, phase="read")
         if self._manifest is None:
             raise UsageError("open a version before reading it")
         check_segments(self._manifest, segments)
@@ -211,10 +211,10 @@ class SocketLink:
         But a source may refuse to open."""
         with self._guard:
             if self._closed:
-                raise SourceLost("the link is closed", version=self._version, peer=self._peer, phase=phase)
+                raise SourceLost("the link is closed", version=self._version, peer=self.peer, phase=phase)
             self._in_use = True
         try:
-            with translated(self._peer, self._version, phase, deadline):
+            with translated(self.peer, self._version, phase, deadline):
                 yield
         except BaseException as error:
             if phase != "open" or not isinstance(error, (VersionGone, NotServable)):

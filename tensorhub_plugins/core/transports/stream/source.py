@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
 import msgspec
@@ -111,7 +111,7 @@ class StreamServer:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         shelf: Shelf,
         backend: SourceBackend,
         limits: TransportLimits,
@@ -119,7 +119,7 @@ class StreamServer:
     ) -> None:
         self._limits = limits
         self._gate = gate
-        self._listener = listener
+        self._listeners = list(listeners)
         self._shelf = shelf
         self._backend = backend
         self._guard = threading.Lock()
@@ -127,8 +127,9 @@ class StreamServer:
         self._closing = threading.Event()
         self._warned_at = deque([float("-inf")] * WARNINGS_MAX, WARNINGS_MAX)
         self._wake_out, self._wake_in = socket.socketpair()
-        close_in_children(listener, self._wake_out, self._wake_in)  # a child would never accept
-        listener.setblocking(False)
+        close_in_children(*listeners, self._wake_out, self._wake_in)  # a child would never accept
+        for listener in listeners:
+            listener.setblocking(False)
         self._acceptor = threading.Thread(target=self._accept, name=f"tensorhub-{backend.name}-accept", daemon=True)
         self._acceptor.start()
 
@@ -149,32 +150,33 @@ class StreamServer:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 _log.error("%s: thread %s does not end", self._backend.name, thread.name)
-        for sock in (self._listener, self._wake_in, self._wake_out):
+        for sock in (*self._listeners, self._wake_in, self._wake_out):
             sock.close()
         self._backend.close()
 
     def _accept(self) -> None:
         poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
-        poll.register(self._wake_out, select.POLLIN)
+        listeners = {listener.fileno(): listener for listener in self._listeners}
+        for descriptor in (*listeners, self._wake_out.fileno()):
+            poll.register(descriptor, select.POLLIN)
         is_full = False
         while not self._closing.is_set():
-            poll.poll()
-            if self._closing.is_set():
-                return
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionError):
-                continue
-            except OSError as error:  # out of descriptors, for example: it may be temporary
-                if not is_full:  # logged once
-                    lacking = resources.refusal(error, forbidden=True) or error
-                    _log.error("%s: cannot accept a reader: %s", self._backend.name, lacking)
-                is_full = True
-                self._closing.wait(self._limits.vanished_s)
-                continue
-            is_full = False
-            self._begin(sock)
+            for descriptor, _ in poll.poll():
+                if self._closing.is_set():
+                    return
+                try:
+                    sock, _ = listeners[descriptor].accept()
+                except (BlockingIOError, ConnectionError):
+                    continue
+                except OSError as error:  # out of descriptors, for example: it may be temporary
+                    if not is_full:  # logged once
+                        lacking = resources.refusal(error, forbidden=True) or error
+                        _log.error("%s: cannot accept a reader: %s", self._backend.name, lacking)
+                    is_full = True
+                    self._closing.wait(self._limits.vanished_s)
+                    continue
+                is_full = False
+                self._begin(sock)
 
     def _begin(self, sock: socket.socket) -> None:
         try:

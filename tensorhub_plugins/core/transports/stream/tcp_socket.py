@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 
 from tensorhub_plugins.core.deadline import Deadline
-from tensorhub_plugins.core.errors import SourceLost, UsageError
-from tensorhub_plugins.core.protocol.address import connected, resolve, stands_for_loopback
+from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
+from tensorhub_plugins.core.protocol.address import (
+    STAGGER_S,
+    first_connected,
+    lookup,
+    parse_address,
+    resolve,
+    stands_for_loopback,
+)
 from tensorhub_plugins.core.protocol.advertised import ANY_PORT, HOST_VARIABLE, PORTS_VARIABLE, ports_of
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import greet
 from tensorhub_plugins.core.transports.stream.source import BACKLOG
+from tensorhub_plugins.core.transports.ways import WAYS
 
 # A host that vanished silently is detected after about this long; longer than a frozen reader is given, since the
 # kernel counts a closed window as silence too.
@@ -23,27 +33,61 @@ USER_TIMEOUT_MS = 90_000
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
 LOOPBACK = "127.0.0.1"
 LISTEN_LOOKUP_S = 2.0  # of this host's own name
+PORT_TRIES = 16  # one that is free at an address may be taken at another one
 # Within a host nothing is lost and the path is not shared: BBR, the default of some systems, would only hold bytes back
 # (it takes 1.5 times as long). Reno is in every kernel and needs no privilege.
 SAME_HOST_CONGESTION = b"reno"
 
 
 def connect(
-    endpoint: str, host: str, port: int, *, stall_s: float, deadline: float, make: Callable[..., Channel] = Channel
+    endpoint: str, scheme: str, *, stall_s: float, deadline: float, make: Callable[..., Channel] = Channel
 ) -> Channel:
-    """Connect to a source, which introduces itself. make: wraps the socket. Raise SourceLost or ProtocolError."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise SourceLost("the deadline passed", peer=endpoint, phase="connect")
-    sock: socket.socket | None = None
+    """Connect to a source, which introduces itself. endpoint: or several of it, with commas between them: the best that
+    lets us in is taken, and becomes the channel's peer. make: wraps the socket. Raise SourceLost, ProtocolError, or
+    UsageError for what is no endpoint."""
+    left = WAYS.order(endpoint.split(","), time.monotonic())
+    where = {each: parse_address(each, scheme) for each in left}
+    while True:
+        if time.monotonic() >= deadline:
+            raise SourceLost("the deadline passed", peer=endpoint, phase="connect")
+        try:
+            sock, taken = _first_of({each: where[each] for each in left}, Deadline.after(_within(deadline, stall_s)))
+        except (OSError, ValueError) as error:  # ValueError: a name that cannot be looked up, like "a..b"
+            raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
+        for each in left[: left.index(taken)]:
+            WAYS.shut(each, time.monotonic())
+        others = left[left.index(taken) + 1 :]
+        until = Deadline.after(_within(deadline) / 2) if others else deadline
+        try:
+            return greet(sock, taken, stall_s=stall_s, deadline=until, make=make)
+        except (SourceLost, ProtocolError):  # another service has that address here
+            if not others:
+                raise
+            WAYS.shut(taken, time.monotonic())
+            left = others
+
+
+def _within(deadline: float, limit_s: float = math.inf) -> float:
+    return max(0.0, min(deadline - time.monotonic(), limit_s))
+
+
+def _first_of(endpoints: Mapping[str, tuple[str, int]], deadline: Deadline) -> tuple[socket.socket, str]:
+    """Connect to the first of these endpoints that lets us in; return which. Names that take long to look up do not
+    keep the others waiting. Raise OSError or ValueError."""
+    names = {each: lookup(host) for each, (host, _) in endpoints.items()}
+    wait(names.values(), min(deadline.remaining(), STAGGER_S) if len(names) > 1 else 0.0)
+    found = {each: name.result() for each, name in names.items() if name.done() and name.exception() is None}
+    if not found:  # raises as it says
+        first = next(iter(endpoints))
+        found = {first: resolve(endpoints[first][0], deadline)}
+    ways = [(each, (ip, endpoints[each][1])) for each, addresses in found.items() for ip in addresses]
+    sock, which = first_connected([address for _, address in ways], deadline)
     try:
-        sock = connected(host, port, Deadline.after(min(left, stall_s)))
         tune(sock)
-    except (OSError, ValueError) as error:  # ValueError: a name that cannot be looked up, like "a..b"
-        if sock is not None:
-            sock.close()
-        raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
-    return greet(sock, endpoint, stall_s=stall_s, deadline=deadline, make=make)
+    except BaseException:
+        sock.close()
+        raise
+    return sock, ways[which][0]
 
 
 def tune(sock: socket.socket) -> None:
@@ -63,17 +107,17 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, SAME_HOST_CONGESTION)
 
 
-def listen(host: str, ports: range | None = None) -> socket.socket:
-    """Return a listener on this address, or on all of this host's if it has no such one (address translation) or if it
-    is a name of several or of loopback here. ports: the first that is free is taken; None: as in the environment. Raise
-    UsageError."""
+def listen(hosts: Sequence[str], ports: range | None = None) -> list[socket.socket]:
+    """Return listeners on these addresses, all on one port; or one on all of this host's if it has not each of them
+    (address translation) or if one is a name of several or of loopback here. ports: the first that is free is taken;
+    None: as in the environment. Raise UsageError."""
     ports = ports_of() if ports is None else ports
-    for port in ports:
+    for port in ports if ports != ANY_PORT else [0] * (PORT_TRIES if len(hosts) > 1 else 1):
         try:
-            return _listen(host, port)
+            return _listen(hosts, port)
         except UsageError as error:
             taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-            if not taken or ports == ANY_PORT:
+            if not taken or (ports == ANY_PORT and len(hosts) == 1):
                 raise
     raise UsageError(
         f"all ports from {ports[0]} to {ports[-1]} are taken: each client takes one for each of tcp, tls and rdma, so "
@@ -81,23 +125,41 @@ def listen(host: str, ports: range | None = None) -> socket.socket:
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a listener on this port, as `listen` does."""
+def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    """Return listeners on this port, as `listen` does."""
+    own = [_own_address(host) for host in hosts]
+    try:
+        if all(own):
+            with contextlib.suppress(_NotHere):
+                return _listeners([ip for ip in own if ip], port)
+        with contextlib.suppress(_NotHere):  # of both families, if this host has both
+            return [_listener("::", port)]
+        return [_listener("0.0.0.0", port)]
+    except OSError as error:
+        said = f", one of {PORTS_VARIABLE} or ports" if port else ""
+        raise UsageError(f"cannot listen on {', '.join(map(repr, hosts))}, port {port}{said}: {error}") from error
+
+
+def _own_address(host: str) -> str | None:
+    """Return the address that a host of our own stands for; None: several, or loopback here. Raise UsageError."""
     try:
         found = resolve(host, Deadline.after(LISTEN_LOOKUP_S))
     except (OSError, ValueError) as error:
-        what = HOST_VARIABLE if os.environ.get(HOST_VARIABLE) == host else "advertise_host"
+        what = HOST_VARIABLE if host in os.environ.get(HOST_VARIABLE, "").split(",") else "advertise_host"
         raise UsageError(f"{what}={host!r} is not an address: {error}") from error
-    try:
-        if host == "localhost" or (len(found) == 1 and not stands_for_loopback(found[0], host)):
-            with contextlib.suppress(_NotHere):
-                return _listener(found[0], port)
-        with contextlib.suppress(_NotHere):  # of both families, if this host has both
-            return _listener("::", port)
-        return _listener("0.0.0.0", port)
-    except OSError as error:
-        said = f", one of {PORTS_VARIABLE} or ports" if port else ""
-        raise UsageError(f"cannot listen on {host!r}, port {port}{said}: {error}") from error
+    is_one = host == "localhost" or (len(found) == 1 and not stands_for_loopback(found[0], host))
+    return found[0] if is_one else None
+
+
+def _listeners(ips: Sequence[str], port: int) -> list[socket.socket]:
+    """Return a listener on each of these addresses, all on one port. Raise as `_listener`."""
+    with contextlib.ExitStack() as opened:
+        listeners = list[socket.socket]()
+        for ip in dict.fromkeys(ips):
+            listeners.append(opened.enter_context(_listener(ip, port)))
+            port = listeners[0].getsockname()[1]
+        opened.pop_all()
+        return listeners
 
 
 class _NotHere(Exception):
