@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from tensorhub_plugins.core import digests, resources
+from tensorhub_plugins.core import digests, resources, types
 from tensorhub_plugins.core.client import arguments, calls, publication, session
 from tensorhub_plugins.core.client.allowed import Allowed
 from tensorhub_plugins.core.client.beginning import begin
@@ -48,17 +48,6 @@ from tensorhub_plugins.core.transfer import replication
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transfer.runner import Outcome, Transfer
 from tensorhub_plugins.core.transports import DEFAULT_LIMITS, DEFAULT_TRANSPORTS, Offer, TransportLimits
-from tensorhub_plugins.core.types import (
-    CHECKPOINT,
-    LATEST,
-    Across,
-    Location,
-    ShardKey,
-    VersionInfo,
-    check_name,
-    check_version,
-    version_of,
-)
 
 log = logging.getLogger("tensorhub.client")
 
@@ -111,7 +100,7 @@ class Client:
         replica: str,
         shard: int = 0,
         shard_count: int = 1,
-        location: Location | None = None,
+        location: types.Location | None = None,
         transports: Sequence[str] = DEFAULT_TRANSPORTS,
         advertise_host: str | None = None,
         interface: str | None = None,
@@ -158,7 +147,7 @@ class Client:
         self,
         version: int,
         tensors: Mapping[str, torch.Tensor] | Slab,
-        layout: str = CHECKPOINT,
+        layout: str = types.CHECKPOINT,
         *,
         copy: bool = True,
         timeout_s: float | None = None,
@@ -182,7 +171,9 @@ class Client:
         """
         allowed = Allowed.begin(timeout_s, tensors)
         arguments.check_flags(copy=copy, strict=strict)
-        key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
+        key = types.ShardKey(
+            types.check_version(version), types.check_name("layout", layout), self.shard, self.shard_count
+        )
         with allowed.naming(version):
             self._check_open()
             self._serving.check(key)
@@ -191,7 +182,7 @@ class Client:
 
     def _publish(
         self,
-        key: ShardKey,
+        key: types.ShardKey,
         slab: Slab,
         parts: Mapping[str, Part] | None,
         allowed: Allowed,
@@ -208,7 +199,7 @@ class Client:
                 digested = time.monotonic()
                 calls.check()  # an interrupted caller may publish it again by now
                 # A trainer does not lend: an engine that installs late would keep it from reusing its memory.
-                lends = key.layout != CHECKPOINT and is_ours
+                lends = key.layout != types.CHECKPOINT and is_ours
                 self._serving.publish(key, manifest, slab, deadline, lends=lends)
         except BaseException:
             if is_ours:
@@ -251,8 +242,8 @@ class Client:
     def replicate(
         self,
         tensors: Mapping[str, torch.Tensor],
-        version: int | str = LATEST,
-        layout: str = CHECKPOINT,
+        version: int | str = types.LATEST,
+        layout: str = types.CHECKPOINT,
         *,
         timeout_s: float | None = None,
         serve: bool = True,
@@ -286,8 +277,8 @@ class Client:
 
     def fetch(
         self,
-        version: int | str = LATEST,
-        layouts: Sequence[str] = (CHECKPOINT,),
+        version: int | str = types.LATEST,
+        layouts: Sequence[str] = (types.CHECKPOINT,),
         *,
         timeout_s: float | None = None,
         converts: bool = True,
@@ -333,16 +324,18 @@ class Client:
 
     def abandon(self, version: int, layout: str) -> None:
         """Abandon a conversion that `fetch` assigned to this worker; another is chosen. Does not wait for the hub."""
-        key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
+        key = types.ShardKey(
+            types.check_version(version), types.check_name("layout", layout), self.shard, self.shard_count
+        )
         check_not_forked(self._pid, "client")
         self._hub.ask(lambda number: messages.Abandon(number, key), Deadline.after(BACKGROUND_TIMEOUT_S))
 
-    def wait(self, version: int | str = LATEST, *, newer_than: int = 0, timeout_s: float = 60.0) -> int:
+    def wait(self, version: int | str = types.LATEST, *, newer_than: int = 0, timeout_s: float = 60.0) -> int:
         """Wait until a version is visible, and return its number: this one, or the newest that is above newer_than.
 
         Raise NotPublished after timeout_s, VersionGone for a version that was visible and is not any more.
         """
-        number = 0 if version == LATEST else check_version(version)
+        number = 0 if version == types.LATEST else types.check_version(version)
         arguments.check_installed("newer_than", newer_than)
         reply = self._ask(lambda n: messages.Wait(n, number, newer_than, timeout_s), timeout_s)
         assert isinstance(reply, messages.Visible)
@@ -374,7 +367,7 @@ class Client:
 
         "latest" is the pinned version meanwhile, and its last copy is retained. Raise UsageError if no worker holds it.
         """
-        number = check_version(version)
+        number = types.check_version(version)
         self._ask(lambda n: messages.Pin(n, number, timeout_s), timeout_s)
 
     def unpin(self, *, timeout_s: float = 10.0) -> None:
@@ -387,7 +380,7 @@ class Client:
 
         It stays withdrawn; good weights need another number. Raise UsageError if there never was such a version.
         """
-        number = check_version(version)
+        number = types.check_version(version)
         self._ask(lambda n: messages.Withdraw(n, number, timeout_s), timeout_s)
 
     def begin(self, step: int = 0, *, word: str = "", timeout_s: float = 60.0) -> int:
@@ -403,7 +396,7 @@ class Client:
         Superseded when another process has replaced this one. From then on processes of a former attempt can publish,
         unpublish and retain nothing: Superseded.
         """
-        version_of(0, step)
+        types.version_of(0, step)
         arguments.check_word("word", word)
         return begin(self._ask, step, word, bounded(timeout_s)).number
 
@@ -413,7 +406,7 @@ class Client:
         attempts = self._hub.directive.attempts
         return attempts[-1].number if attempts else 0
 
-    def versions(self, *, timeout_s: float = 10.0) -> list[VersionInfo]:
+    def versions(self, *, timeout_s: float = 10.0) -> list[types.VersionInfo]:
         """Return the versions that the hub knows, oldest first, and which workers hold them in which layout."""
         reply = self._ask(messages.AskVersions, timeout_s)
         assert isinstance(reply, messages.Versions)
@@ -421,7 +414,9 @@ class Client:
             log.warning("of the versions' layouts and workers %d are left out: there are too many", reply.left_out)
         return list(reply.versions)
 
-    def retain(self, newest: int = 1, *, domains: int = 1, across: Across = "host", timeout_s: float = 10.0) -> None:
+    def retain(
+        self, newest: int = 1, *, domains: int = 1, across: types.Across = "host", timeout_s: float = 10.0
+    ) -> None:
         """Keep the last copy of this many newest versions (of this run and model) when it is unpublished.
 
         newest: 0 to 1024; by default the newest one is retained. domains: the last copy in each of so many
@@ -452,7 +447,7 @@ class Client:
         calls.undone_by(lambda: self._serving.recycle(slab))
         return slab
 
-    def serving(self) -> list[ShardKey]:
+    def serving(self) -> list[types.ShardKey]:
         """Return the shards that this worker offers now, sorted."""
         check_not_forked(self._pid, "client")
         return self._serving.keys()
@@ -462,7 +457,7 @@ class Client:
         """Return the seconds since the hub was heard: about one while it is there."""
         return self._hub.silent_s
 
-    def find(self, key: ShardKey) -> Offer | None:
+    def find(self, key: types.ShardKey) -> Offer | None:
         """Return the offer that serves this shard now, with its slab and readers; None: it is not offered."""
         check_not_forked(self._pid, "client")
         return self._serving.find(arguments.check_key(key))
@@ -531,7 +526,7 @@ class Client:
         """Read a version to hold it for others, see copies.py."""
         allowed = Allowed.begin(READ_TIMEOUT_S)
         into = Destinations(self._serving, allowed.deadline, serve=True, for_others=True)
-        self._transfer(into, version, (CHECKPOINT,), allowed, claim=False)
+        self._transfer(into, version, (types.CHECKPOINT,), allowed, claim=False)
         self._serving.releaser(into.allocated.values())()  # what was here before is not offered a second time
 
     def _transfer(
@@ -539,11 +534,11 @@ class Client:
     ) -> Outcome:
         """Read into these destinations; after an error release what they had."""
         self._check_open()
-        number = 0 if version == LATEST else check_version(version)
+        number = 0 if version == types.LATEST else types.check_version(version)
         machine = replication.Replication(
             version=number,
             at_least=0 if number else self._seen,
-            layouts=tuple(check_name("layout", layout) for layout in layouts),
+            layouts=tuple(types.check_name("layout", layout) for layout in layouts),
             claim=claim,
             deadline=allowed.begins_with,
             timeout_s=allowed.begins_with - allowed.began,

@@ -44,6 +44,7 @@ from tensorhub_plugins.vllm.worker.plan import (
     shapes_of,
     whole_region,
 )
+from tensorhub_plugins.vllm.worker.preserved import preserved
 
 logger = get_logger(__name__)
 
@@ -56,7 +57,6 @@ OPTIONAL_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 # vLLM's reload leaves these on the live tensors; a rehearsal must not.
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight", "embed_in.weight")
 LIVE_IN_RELOADS = ("bias", "e_score_correction_bias")
-REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # the registries that a module changes in place
 
 
 _Where = tuple[int, int]  # memory (0: real memory), address in bytes
@@ -542,35 +542,6 @@ def _unwrap_loader(tensor: Any) -> None:
         loader = loader.__wrapped__
     if loader is not wrapped:
         tensor.weight_loader = loader
-
-
-@contextmanager
-def preserved(model: torch.nn.Module, *, always: bool = False) -> Iterator[None]:
-    """Put every module, and what computes for it, back as it was when the block fails (or always).
-
-    This restores the same tensors, attributes and loaders; not the bytes.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import LOADING_LAYERS, get_layerwise_info
-
-    owners: list[Any] = list(model.modules())
-    owners += [m.quant_method for m in model.modules() if hasattr(getattr(m, "quant_method", None), "__dict__")]
-    kept = [(owner, dict(vars(owner))) for owner in owners]
-    registries = [(vars(owner)[name], vars(owner)[name].copy()) for owner in model.modules() for name in REGISTRIES]
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        if failed or always:
-            for owner, attributes in kept:
-                vars(owner).clear()
-                vars(owner).update(attributes)
-            for registry, entries in registries:
-                registry.clear()
-                registry.update(entries)
-            for layer in model.modules():
-                get_layerwise_info(layer).reset()
-            LOADING_LAYERS.clear()
 
 
 def _not_filled(places: Mapping[int, Place]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from tensorhub_plugins.core import Slab
 from tensorhub_plugins.vllm.config import shares_experts
 from tensorhub_plugins.vllm.worker import weights
-from tensorhub_plugins.vllm.worker.contract import preserved
+from tensorhub_plugins.vllm.worker.preserved import preserved
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import anyone
 

@@ -12,7 +12,7 @@ import torch
 
 from tensorhub_plugins.core import synchronize
 from tensorhub_plugins.vllm.worker import cpu, weights
-from tensorhub_plugins.vllm.worker.contract import preserved
+from tensorhub_plugins.vllm.worker.preserved import preserved
 from tensorhub_plugins.vllm.worker.references import rebound_references
 
 # Those of them that are computed from weights (a scale may be a constant).

@@ -1,0 +1,40 @@
+"""A model put back as it was: its tensors, attributes and loaders, whatever a rehearsal or a failed reload changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # the registries that a module changes in place
+
+
+@contextmanager
+def preserved(model: torch.nn.Module, *, always: bool = False) -> Iterator[None]:
+    """Put every module, and what computes for it, back as it was when the block fails (or always).
+
+    This restores the same tensors, attributes and loaders; not the bytes.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import LOADING_LAYERS, get_layerwise_info
+
+    owners: list[Any] = list(model.modules())
+    owners += [m.quant_method for m in model.modules() if hasattr(getattr(m, "quant_method", None), "__dict__")]
+    kept = [(owner, dict(vars(owner))) for owner in owners]
+    registries = [(vars(owner)[name], vars(owner)[name].copy()) for owner in model.modules() for name in REGISTRIES]
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if failed or always:
+            for owner, attributes in kept:
+                vars(owner).clear()
+                vars(owner).update(attributes)
+            for registry, entries in registries:
+                registry.clear()
+                registry.update(entries)
+            for layer in model.modules():
+                get_layerwise_info(layer).reset()
+            LOADING_LAYERS.clear()
