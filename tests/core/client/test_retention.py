@@ -250,8 +250,8 @@ def test_the_only_holder_of_a_pinned_version_is_killed(stage):
 
 def test_the_machine_is_said_where_nobody_has_named_the_host(monkeypatch):
     monkeypatch.delenv("TENSORHUB_HOST", raising=False)
-    assert arguments.machine_of(arguments.here()) == machine() != ""
+    assert arguments.located(arguments.here()).machine == machine() != ""
     monkeypatch.setattr(socket, "gethostname", lambda: "pod-7")
-    assert arguments.machine_of(arguments.here()) == machine(), "a container of the same machine"
+    assert arguments.located(arguments.here()).machine == machine(), "a container of the same machine"
     monkeypatch.setenv("TENSORHUB_HOST", "node7")
-    assert arguments.machine_of(arguments.here()) == "", "the control"
+    assert arguments.located(arguments.here()).machine == "", "the control"
