@@ -114,7 +114,7 @@ class TensorTable(Sequence[TensorSpec]):
         for one, other in pairwise(made.specs):
             if one.name == other.name:
                 raise UsageError(f"tensor {one.name!r} is there twice")
-        return _tables.setdefault(made._within_limits().encoded, made)
+        return _tables.setdefault(made.within_limits().encoded, made)
 
     @classmethod
     def decode(cls, encoded: bytes) -> TensorTable:
@@ -133,13 +133,18 @@ class TensorTable(Sequence[TensorSpec]):
         _ = self._holds_together
         return self
 
-    def _within_limits(self) -> TensorTable:
+    def within_limits(
+        self,
+        tensors_max: int = TENSORS_MAX,
+        size_bytes_max: int = SHARD_SIZE_BYTES_MAX,
+        table_size_bytes_max: int = TABLE_SIZE_BYTES_MAX,
+    ) -> TensorTable:
         """Return self, or raise UsageError for what no reader would accept as one shard."""
-        is_small = len(self) <= TENSORS_MAX and len(self.encoded) <= TABLE_SIZE_BYTES_MAX
-        if not is_small or self.size_bytes > SHARD_SIZE_BYTES_MAX:
+        is_small = len(self) <= tensors_max and len(self.encoded) <= table_size_bytes_max
+        if not is_small or self.size_bytes > size_bytes_max:
             raise UsageError(
                 f"{len(self)} tensors of {self.size_bytes} bytes, with {len(self.encoded)} of names and shapes: the "
-                f"limits of a shard are {TENSORS_MAX}, {SHARD_SIZE_BYTES_MAX} and {TABLE_SIZE_BYTES_MAX}; use several"
+                f"limits of a shard are {tensors_max}, {size_bytes_max} and {table_size_bytes_max}; use several"
             )
         return self
 

@@ -115,16 +115,15 @@ def test_a_manifest_that_does_not_hold_together_is_refused(change, words):
         msgspec.structs.replace(a_manifest(4, 4), **change).check()
 
 
-@pytest.mark.parametrize(
-    ("limit", "most"), [("TENSORS_MAX", 2), ("SHARD_SIZE_BYTES_MAX", 2), ("TABLE_SIZE_BYTES_MAX", 20)]
-)
-def test_what_no_reader_would_accept_as_a_shard_is_refused_where_it_is_described(monkeypatch, limit, most):
+@pytest.mark.parametrize(("limit", "most"), [("tensors_max", 2), ("size_bytes_max", 2), ("table_size_bytes_max", 20)])
+def test_what_no_reader_would_accept_as_a_shard_is_refused_where_it_is_described(limit, most):
     """Else it is published, and every reader fails, at its deadline."""
     described = [spec(name, 1) for name in "abc"]
     assert len(TensorTable.of(described)) == 3  # the control
-    monkeypatch.setattr(manifests, limit, most)
     with pytest.raises(UsageError, match=rf"3 tensors of 3 bytes.*the limits of a shard are.* {most}\b.*use several"):
-        TensorTable.of(described)
+        TensorTable.of(described).within_limits(**{limit: most})
+    with pytest.raises(UsageError, match=rf"1 tensors of .* {SHARD_SIZE_BYTES_MAX}\b.*use several"):
+        TensorTable.of([spec("a", SHARD_SIZE_BYTES_MAX + 1)])
 
 
 def test_the_largest_manifest_is_one_message():
