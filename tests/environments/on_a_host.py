@@ -93,6 +93,13 @@ class Host:
         model = next(each for each in fetch_status(hub)["models"] if each["run"] == run)
         return next(str(each["unreached"]) for each in model["workers"] if each["worker"] == "trainer/0")
 
+    def facing(self, hub: str) -> list[str]:
+        """The addresses of this host that face a hub."""
+        from tensorhub_plugins.core import Deadline
+        from tensorhub_plugins.core.protocol.address import addresses_towards
+
+        return addresses_towards(hub, Deadline.after(20.0))
+
     def logged(self) -> list[str]:
         return self._logged
 

@@ -165,6 +165,13 @@ def test_a_rollout_of_another_host_reads_from_there(trainer: Process, rollout: P
     assert rollout.unreached(hub=theirs, run=way) == ""
 
 
+def test_a_link_local_hub_is_faced_by_an_address_of_its_interface(trainer: Process) -> None:
+    ip("-n", f"{NAME}inside", "addr", "add", "fe80::77/64", "dev", "near", "nodad")
+    (facing,) = trainer.facing(hub="tcp://[fe80::77%near]:7070")
+    assert facing == "fe80::77%near"
+    assert trainer.facing(hub="tcp://[fd77::1]:7070") == ["fd77::1"], "the control"
+
+
 def test_loopback_that_is_told_to_another_host_is_found_and_said(trainer: Process, rollout: Process) -> None:
     assert trainer.publish(hub="tcp://127.0.0.1:7070", run="loopback").startswith("tcp://127.0.0.1:")
     hub = "tcp://10.77.0.1:7070"

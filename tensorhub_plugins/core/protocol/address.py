@@ -197,9 +197,10 @@ def stands_for_loopback(address: str, name: str) -> bool:
 
 def _own_address(towards: str, port: int) -> str:
     """Return the address of this host from which that one is reached, by its route."""
-    with socket.socket(socket.AF_INET6 if ":" in towards else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, port))  # an address: nothing is looked up
-        return str(probe.getsockname()[0])
+    family, *_, address = socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return socket.getnameinfo(probe.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
 
 
 def no_way(address: str, error: BaseException) -> HubUnreachable | UsageError:
