@@ -77,9 +77,10 @@ def inode_of(slab):
 
 
 def maps_of(inode):
-    """How many mappings of this memory this process has; its owner, which is the same one, has one."""
+    """How many mappings of this memory this process has; its owner, which is the same one, has one. A library's file
+    may have the same inode on its own file system."""
     with open("/proc/self/maps") as maps:
-        return sum(line.split()[4] == inode for line in maps)
+        return sum(line.split()[4] == inode and "/memfd:" in line for line in maps)
 
 
 def ends_of(fd):
