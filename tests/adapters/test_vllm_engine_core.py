@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from recorded_engine import RecordedEngine
 
 from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, VersionRefused
 from tensorhub_plugins.core.cli import fetch_status, status_text
@@ -32,14 +33,14 @@ class Toy(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(4, 1000))
 
 
-class Core:
+class Core(RecordedEngine):
     """As engine.Core: what is asked of it runs in its loop."""
 
     def __init__(self, updater: Updater) -> None:
+        super().__init__()
         self.updater = updater
         self.idle, self._available, self.asked, self.version = True, True, 0, 0
         self.holder, self.asks = "", 0
-        self.log: list[Any] = []
         self.status: Callable[[], dict[str, Any]] = dict
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loop = threading.Thread(target=self._run)
@@ -82,24 +83,9 @@ class Core:
             self.log.append((name, *args[:1]))
         return [await self.ask(lambda: getattr(self.updater, name)(*args))]
 
-    async def pause(self) -> None:
-        self.log.append("pause")
-
     async def held_by(self) -> str:
         self.asks += 1
         return self.holder
-
-    async def forget(self) -> None:
-        self.log.append("forget")
-
-    async def resume(self) -> None:
-        self.log.append("resume")
-
-    def running(self) -> list[str]:
-        return []
-
-    def departed(self) -> list[str]:
-        return []
 
     def settle(self, version: int) -> None:
         pass

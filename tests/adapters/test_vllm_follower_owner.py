@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from recorded_engine import RecordedEngine
 
 from tensorhub_plugins.core import NotPublished, VersionGone, VersionRefused
 from tensorhub_plugins.vllm.engine.follower import Follower, Gate, UpdateFailed
 
 
-class FakeEngine:
+class FakeEngine(RecordedEngine):
     """Two vLLM workers that take every version, unless told otherwise."""
 
     def __init__(self) -> None:
-        self.log: list[str] = []
+        super().__init__()
         self.fails: dict[str, str] = {}  # method -> error
         self.breaks = self.refuses = False
 
@@ -30,21 +31,6 @@ class FakeEngine:
             error = self.fails.get("install")
             return [{"installed": error is None, "error": error, "broken": "mixed" if self.breaks else None}] * 2
         return [{}] * 2
-
-    async def pause(self) -> None:
-        self.log.append("pause")
-
-    async def forget(self) -> None:
-        self.log.append("forget")
-
-    async def resume(self) -> None:
-        self.log.append("resume")
-
-    def running(self) -> list[str]:
-        return []
-
-    def departed(self) -> list[str]:
-        return []
 
 
 class FakeHub:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias
 
+from tensorhub_plugins.core.hub import unreached
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import History, Worker
 from tensorhub_plugins.core.types import attempt_of, step_of, steps_behind
@@ -39,7 +40,6 @@ class _Tally:
         self.trainers = self.silent = self.refusing = self.transfers = self.retained_bytes = 0
         self.followers = self.behind = self.lag_max = 0
         self.install_age_s_max = 0.0
-        self.unreached: set[bytes] = set()
         silent_s = SILENT_HEARTBEATS * registry.limits.heartbeat_s
         for worker in history.workers.values():
             self.trainers += worker.published_size_bytes > 0
@@ -47,7 +47,6 @@ class _Tally:
             self.refusing += bool(worker.refusal[0])
             self.transfers += len(worker.leases)
             self.retained_bytes += sum(h.size_bytes for h in worker.holdings.values() if h.must_retain)
-            self.unreached.update(worker.unreached)
             if worker.installed is not None:
                 self._add_follower(worker, worker.installed)
 
@@ -116,7 +115,12 @@ OF_MODELS: tuple[tuple[str, Kind, str, Callable[[_Tally], float]], ...] = (
     ),
     ("published_bytes", "gauge", "bytes that trainers hold published", lambda m: m.history.published_size_bytes),
     ("retained_bytes", "gauge", "bytes of last copies, which their holders would free", lambda m: m.retained_bytes),
-    ("unreached_sources", "gauge", "workers to which another one cannot connect", lambda m: len(m.unreached)),
+    (
+        "unreached_sources",
+        "gauge",
+        "workers to which another one cannot connect",
+        lambda m: len(unreached.readers_of(m.history)),
+    ),
     (
         "corrupt_segments_total",
         "counter",

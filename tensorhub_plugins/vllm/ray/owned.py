@@ -10,7 +10,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import ray
@@ -96,9 +96,7 @@ class OwnedEngine:
         last, silent_s = self.status.last, self.lifeline.silent_s()
         told = {"version": self.status.version, "refusal": self.status.refusal, "silent_s": silent_s}
         cost = {"pull_s": last.pull_s, "pause_s": last.pause_s, "sources": last.sources}
-        said: Any = {**told, **cost, "node": ray.get_runtime_context().get_node_id(), **own}
-        beat: Heartbeat = said
-        return beat
+        return cast(Heartbeat, {**told, **cost, "node": ray.get_runtime_context().get_node_id(), **own})
 
     async def spans(self, request: str, tokens: int) -> tuple[Span, ...]:
         """Return the versions of this request's only answer, of which `tokens` have come; (): they are not known. Ask

@@ -90,6 +90,13 @@ def test_a_frozen_worker_and_a_pin_show(run: Scenario) -> None:
     assert (found["silent_workers"], found["pinned"]) == (1, 1)
 
 
+def test_a_source_that_nobody_reaches_shows(run: Scenario) -> None:
+    session = run.sessions["trainer/0"]
+    run.hub.registry.workers[run.sessions["a/0"]].unreached[session] = run.now
+    run.hub.registry.workers[run.sessions["b/0"]].unreached[session] = run.now
+    assert figures(run)["unreached_sources"] == 1
+
+
 def test_a_version_that_only_its_trainer_has_shows(run: Scenario) -> None:
     """The second copy is a rollout's own layout."""
     run.publish("a/0", 9, "runtime:f", origin="replicated")
