@@ -80,7 +80,7 @@ class TensorHubEngine(_Stock):
     async def generate_responses(
         self, *, num_samples: int = 1, min_version: int = 0, journals: list[Journal] | None = None, **kwargs: Any
     ) -> list[dict[str, Any]] | GivenBack:
-        """As OpenRLHF's, from this version or a later one. Without partial rollout all samples are of one version.
+        """Answer as OpenRLHF's engine, from this version or a later one; without partial rollout from one version only.
 
         journals: what another engine has given back of these samples.
         """
@@ -93,7 +93,7 @@ class TensorHubEngine(_Stock):
             return await self._samples(kept, num_samples, **kwargs)
 
     async def _samples(self, kept: Journals | None, count: int, **kwargs: Any) -> list[dict[str, Any]] | GivenBack:
-        """kept: where what the samples get is noted, for whom they may be given back to."""
+        """Return the samples, or what there is of them. kept: where that is noted for the engine that may go on."""
         journal.of_prompt.set(kept)
         tasks = [asyncio.ensure_future(self.executor.execute(llm_engine=self, **kwargs)) for _ in range(count)]
         try:
@@ -129,7 +129,7 @@ class TensorHubEngine(_Stock):
         return SimpleNamespace(outputs=[call.output])
 
     async def _ask(self, prompt: Any, params: Any, multi_modal_data: Any) -> tuple[Call, bool]:
-        """One answer of vLLM, and whether it is whole: one that was broken off has the tokens up to then."""
+        """Return one answer of vLLM, and whether it is whole: one that was broken off has the tokens up to then."""
         started = time.monotonic()
         if self.is_leaving:
             raise Leaving(f"{self.worker} has to leave")
@@ -159,7 +159,7 @@ class TensorHubEngine(_Stock):
     # --- what our generator asks for ----------------------------------------------------------------------------------
 
     async def tensorhub_heartbeat(self) -> Heartbeat:
-        """What our generator asks all the time; EngineLost when this actor is about to end."""
+        """Answer our generator, which asks all the time; EngineLost when this actor is about to end."""
         if self.owned.lifeline.is_dying:
             raise EngineLost(f"{self.worker}: its vLLM is dead")
         why = self.owned.status.why_not
@@ -175,7 +175,7 @@ class TensorHubEngine(_Stock):
     # --- what the fleet asks for --------------------------------------------------------------------------------------
 
     async def tensorhub_abort(self) -> None:
-        """It has to leave: give back what is under way."""
+        """Give back what is under way, as this engine has to leave."""
         self.is_leaving = True
         await self.llm.abort(list(self.llm.output_processor.request_states), internal=True)
 
@@ -186,7 +186,7 @@ class TensorHubEngine(_Stock):
 
 
 def named(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's `generate`, under names by which its core knows which version each token came from (spans.py)."""
+    """Return vLLM's `generate` under names by which its core knows which version each token came from (spans.py)."""
 
     def under_our_name(prompt: Any, params: Any, request_id: str) -> Any:
         return generate(prompt, params, request_id=f"{PREFIX}{uuid.uuid4().hex}")

@@ -1,7 +1,7 @@
 """A `vllm serve` that OpenRLHF has not started, as one of its engines (../vllm/ray/external.py says how it joins).
 
 `ExternalEngine` has the methods of TensorHubEngine that our generator calls. The agent or the reward function of the
-run works here, and the server only turns tokens into tokens. Two things it cannot do, because nobody here stops it
+run works here, and the server only turns tokens into tokens. Two things it cannot do, because nothing here stops it
 from going to its next version:
     evaluations see one version, so it takes no part in them (`tensorhub_hold` says so);
     without partial rollout the samples of a prompt are of one version: they are made again when they are not.
@@ -36,14 +36,14 @@ _tokenizer: contextvars.ContextVar[Any] = contextvars.ContextVar("the tokenizer 
 
 
 def as_json(params: Any) -> dict[str, Any]:
-    """vLLM's sampling parameters as its HTTP routes take them: what differs from the defaults."""
+    """Return vLLM's sampling parameters as its HTTP routes take them: what differs from the defaults."""
     given = msgspec.to_builtins(params)
     found = {name: value for name, value in given.items() if not name.startswith("_") and name not in OURS}
     return {**found, "max_tokens": params.max_tokens, "logprobs": params.logprobs}
 
 
 def text_of(answer: Answer, params: Any, tokenizer: Any) -> str:
-    """As vLLM's detokenizer has it: without the token that ended it, and up to a stop string."""
+    """Return the text as vLLM's detokenizer does: without the token that ended it, and up to a stop string."""
     tokens, keep = list(answer.token_ids), bool(getattr(params, "include_stop_str_in_output", False))
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
     decode = {"skip_special_tokens": bool(params.skip_special_tokens)}
@@ -88,7 +88,7 @@ class ExternalEngine(external.ServerActor):
         min_version: int = 0,
         journals: Any = None,
     ) -> list[dict[str, Any]]:
-        """As OpenRLHF's, from this version or a later one. Without partial rollout all samples are of one version.
+        """Answer as OpenRLHF's engine, from this version or a later one; without partial rollout from one version only.
 
         journals: what an engine that had to leave has got of these samples; they are made anew here.
         """
@@ -108,7 +108,7 @@ class ExternalEngine(external.ServerActor):
         raise ServerLost(f"{self.url} changes its version while it answers one prompt, {1 + AGAIN_MAX} times in a row")
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
-        """What an agent calls; gives what vLLM's RequestOutput has for it."""
+        """Answer an agent with what it reads of vLLM's RequestOutput."""
         started, params = time.monotonic(), as_json(sampling_params)
         try:
             answer = await self.serving.generate([int(token) for token in prompt_token_ids], params)
@@ -145,7 +145,7 @@ class ExternalEngine(external.ServerActor):
         raise ServerLost(f"{self.url} goes to new versions by itself, so it takes no part in evaluations")
 
     async def tensorhub_release(self) -> None:
-        """It was not held."""
+        """Do nothing: it was not held."""
 
     async def tensorhub_abort(self) -> int:
         """End what is under way: these prompts are asked elsewhere."""
@@ -167,7 +167,7 @@ class ExternalEngine(external.ServerActor):
 
 
 def is_of_one_version(responses: list[dict[str, Any]]) -> bool:
-    """PURE: whether all tokens of these samples came from one version."""
+    """Return whether all tokens of these samples came from one version."""
     logs: list[Mapping[str, Any]] = [response.get("extra_logs") or {} for response in responses]
     return len({log[name] for log in logs for name in (FIRST, LAST) if name in log}) <= 1
 
@@ -179,6 +179,6 @@ def _as_vllm(answer: Answer) -> list[dict[int, Any]]:
 
 
 async def start(name: str, url: str, options: Options, expected: Expected, **more: Any) -> Any:
-    """The actor for this server, once it has joined. options: with hub and run; more: see ExternalEngine. UsageError
-    says why it cannot."""
+    """Return the actor for this server once it has joined. options: with hub and run; more: see ExternalEngine.
+    UsageError says why it cannot."""
     return await external.start(ExternalEngine, name, url, options, expected, **more)

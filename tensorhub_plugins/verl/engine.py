@@ -69,7 +69,7 @@ class TensorHubServer(vLLMHttpServer):
     # --- following ----------------------------------------------------------------------------------------------------
 
     async def _start_following(self, owned: OwnedEngine) -> None:
-        """The manager starts the hub at its first update, which may come much later than this."""
+        """Follow from when there is a hub: the manager starts it at its first update, maybe much later than this."""
         until = self.options.pull_until
         how = FollowConfig(
             worker=self.worker,
@@ -136,7 +136,7 @@ class TensorHubServer(vLLMHttpServer):
     # --- health -------------------------------------------------------------------------------------------------------
 
     async def tensorhub_heartbeat(self) -> Heartbeat:
-        """What the router asks every second. Also how a server that Ray has started again comes back to life."""
+        """Answer the router, which asks every second. A server that Ray has started again launches its engine here."""
         owned = self._owned
         if not hasattr(self, "engine") and self._launch is None:
             logger.warning("%s was started again: launching its engine", self.worker)
@@ -162,11 +162,11 @@ class TensorHubServer(vLLMHttpServer):
 
     @property
     def _status(self) -> Status:
-        """Of its engine's follower; version 0: it has none yet."""
+        """Return the status of its engine's follower; version 0: it has none yet."""
         return Status() if self._owned is None else self._owned.status
 
     def _why_not(self) -> str:
-        """It takes no new work, though it could answer."""
+        """Return why it takes no new work, though it could answer; "": it does."""
         status = self._status
         if status.version and status.pinned is None:
             former = waits_for_trainer(status.version, status.attempt)

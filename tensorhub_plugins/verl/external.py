@@ -40,8 +40,8 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 def rollout_of(config: Any, model_config: Any) -> tuple[Rollout, Expected | None]:
-    """Of verl's rollout and model configuration; the second without hub and run. UsageError for what no server of this
-    kind can do."""
+    """Return what verl's rollout and model configuration say; the second without hub and run. UsageError for what no
+    server of this kind can do."""
     if getattr(model_config, "processor", None) is not None:
         raise UsageError("a model that takes images needs verl's own replicas: add replicas instead of a server")
     if config.get("enable_rollout_routing_replay", False) or config.get("full_determinism", False):
@@ -70,7 +70,7 @@ def rollout_of(config: Any, model_config: Any) -> tuple[Rollout, Expected | None
 
 
 def request_of(given: Mapping[str, Any], prompt_tokens: int, rollout: Rollout) -> dict[str, Any]:
-    """PURE: vLLM's sampling parameters for verl's, as vLLMHttpServer.generate of verl 0.9.1 makes them."""
+    """Return vLLM's sampling parameters for verl's, as vLLMHttpServer.generate of verl 0.9.1 makes them."""
     params = dict(given)
     room = rollout.max_model_len - prompt_tokens
     if room < 1:
@@ -137,5 +137,5 @@ class ExternalServer(external.ServerActor):
 
 
 async def start(name: str, url: str, options: Options, rollout: Rollout, expected: Expected) -> Any:
-    """The actor for this server, once it has joined. options: with hub and run. UsageError says why it cannot."""
+    """Return the actor for this server once it has joined. options: with hub and run. UsageError says why it cannot."""
     return await external.start(ExternalServer, name, url, options, rollout, expected)

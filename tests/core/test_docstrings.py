@@ -82,19 +82,6 @@ DIALECT = re.compile(
 )
 COMMENT = re.compile(r"^(?:.*  | *)# (.+)$", re.M)
 
-# Files whose prose is older than this rule. A new one is held to it, and one that follows it comes off this list.
-NOT_YET: set[str] = {
-    "openrlhf/engine.py",
-    "openrlhf/external.py",
-    "verl/engine.py",
-    "verl/external.py",
-    "vllm/engine/core.py",
-    "vllm/engine/core_follower.py",
-    "vllm/engine/follower.py",
-    "vllm/ray/external.py",
-    "vllm/ray/health.py",
-}
-
 
 def begins_with_a_verb(docstring: str) -> bool:
     """As far as the word's form shows: capitalized, no participle, no third person, not followed by a stop."""
@@ -117,18 +104,9 @@ def findings(source: str) -> Iterator[str]:
     yield from (line for text in prose for line in text.splitlines() if DIALECT.search(line))
 
 
-def findings_in(file: str) -> list[str]:
-    return list(findings((PACKAGE / file).read_text()))
-
-
 def test_docstrings_are_imperative_sentences_in_the_fields_words() -> None:
-    files = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")}
-    assert files >= NOT_YET
-    assert [f"{file}: {found}" for file in sorted(files - NOT_YET) for found in findings_in(file)] == []
-
-
-def test_the_list_of_files_that_do_not_follow_can_only_shrink() -> None:
-    assert [file for file in sorted(NOT_YET) if not findings_in(file)] == [], "take these off"
+    files = {str(file.relative_to(PACKAGE)): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
+    assert [f"{file}: {found}" for file, source in files.items() for found in findings(source)] == []
 
 
 @pytest.mark.parametrize(

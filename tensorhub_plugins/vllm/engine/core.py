@@ -26,7 +26,7 @@ def label(core: Any, version: int) -> None:
 
 
 def status(joining: WorkerConfig, when: str | None, version: int, broken: bool, hub_silent_s: float) -> dict[str, Any]:
-    """What an engine that follows tells of itself: whom it follows, and how far it is."""
+    """Return what an engine reports of itself: which run it follows, and how far it is."""
     return {
         "run": joining.run,
         "model": joining.model,
@@ -40,7 +40,7 @@ def status(joining: WorkerConfig, when: str | None, version: int, broken: bool, 
 
 class Core:
     def __init__(self, core: Any, caches: Caches, *, alone: bool = True) -> None:
-        """alone: no other core takes part in its pauses (ranks.py)."""
+        """Wrap vLLM's engine core. alone: no other core takes part in its pauses (ranks.py)."""
         from vllm.v1.engine import EngineCoreRequestType
 
         self._core, self._wake_up, self._alone = core, EngineCoreRequestType.WAKEUP, alone
@@ -71,8 +71,8 @@ class Core:
         core.resume_scheduler = self._unless_held(self._resume)
 
     def _labelled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An install, whoever asks for it, changes what tokens are of in the very call in which it changes weights: no
-        step is made, and no request comes, between the two."""
+        """Have every install change what tokens are of in the very call in which it changes weights: no step is made,
+        and no request comes, between the two."""
 
         @wraps(original)
         def collective_rpc(method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,9 +84,9 @@ class Core:
         return collective_rpc
 
     def _unless_held(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What another client asks while our update has stopped the engine waits for its end: nothing runs on weights
-        that are half changed, and data parallel ranks, of which each waits for the others in what it hears first, hear
-        all in one order."""
+        """Defer what another client asks while our update has stopped the engine: nothing runs on weights that are half
+        changed, and data parallel ranks, of which each waits for the others in what it hears first, hear all in one
+        order."""
 
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class Core:
 
     @property
     def version(self) -> int:
-        """That of the tokens that are made now; 0: of none of the store's."""
+        """Return the version of the tokens that are made now; 0: of none of the store's."""
         return self.spans.version
 
     def starts(self, request: str, forget: bool = False) -> list[tuple[Place, list[Start]]]:
@@ -131,7 +131,7 @@ class Core:
         return done
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """What the workers of this core answer, in their order."""
+        """Return what the workers of this core answer, in their order."""
 
         def call() -> list[Any]:
             self._held |= method == INSTALL  # also of what has stayed paused since one that failed
@@ -143,17 +143,17 @@ class Core:
                     self._let_go()
                 raise
             if method == INSTALL and any(answer["broken"] for answer in answers):
-                self._let_go()  # it stays paused until the next one; whoever asks for more hears why
+                self._let_go()  # it stays paused until the next one; the next question is answered with why
             return answers
 
         return list(await self.ask(call))
 
     async def is_available(self) -> bool:
-        """It is not paused and does not sleep."""
+        """Return whether it is neither paused nor asleep."""
         return bool(await self.ask(lambda: self._available))
 
     async def is_idle(self) -> bool:
-        """No request is waiting or running."""
+        """Return whether no request is waiting or running."""
         return bool(await self.ask(lambda: self._idle))
 
     async def pause(self) -> None:
@@ -183,27 +183,27 @@ class Core:
             raise
 
     async def held_by(self) -> str:
-        """What keeps it from being updated, in words; see caches.py."""
+        """Return what keeps it from being updated, in words; see caches.py."""
         return str(await self.ask(self._held_by))
 
     def _held_by(self) -> str:
         return self._caches.held_by() if self.recompute else ""
 
     async def forget(self) -> None:
-        """What was computed with other weights; StaleCaches."""
+        """Drop what was computed with other weights; StaleCaches."""
         if self.recompute:
             await self.ask(self._caches.forget)
 
     async def is_theirs(self) -> bool:
-        """Another client has paused it while it stood still after an update that failed, and not resumed."""
+        """Return whether another client has paused it while it stood still after an update that failed."""
         return bool(await self.ask(lambda: self._is_theirs))
 
     async def resume(self) -> None:
-        """Where another client has paused it, that client does."""
+        """Resume it, unless another client has paused it: then that client does."""
         await self.ask(self._go_on)
 
     async def stay(self) -> None:
-        """As `resume` where another client has paused a rank: it resumes all."""
+        """End the update as `resume` does where another client has paused a rank: that client resumes all."""
         await self.ask(partial(self._go_on, stay=True))
 
     def _go_on(self, *, stay: bool = False) -> None:
@@ -217,7 +217,7 @@ class Core:
             self._let_go()
 
     async def let_go(self) -> None:
-        """Of a pause that has failed on another rank."""
+        """End a pause that has failed on another rank."""
 
         def let_go() -> None:
             self._is_stopped = False
@@ -241,7 +241,7 @@ class Core:
         label(self._core, version)
 
     def settle(self, version: int) -> None:
-        """What the engine was started with is this version."""
+        """Note that the engine was started with this version."""
 
         def settle() -> None:
             self.spans.settle(version, self._produced())
@@ -259,9 +259,9 @@ class Core:
 
 
 def _follow_up(action: Callable[[], Any], done: Future[Any]) -> None:
-    """What comes of it; of a future, when it is done."""
+    """Run this and set what comes of it; of a future, when it is done."""
 
-    if not done.set_running_or_notify_cancel():  # who asked has given up
+    if not done.set_running_or_notify_cancel():  # the caller has abandoned it
         return
 
     def ended(future: Future[Any]) -> None:

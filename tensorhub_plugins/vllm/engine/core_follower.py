@@ -78,7 +78,7 @@ def attach(core: Any, vllm_config: Any, *, owned: bool = False) -> None:
     caches = Caches(core)
     core.collective_rpc = _as_one(core, caches, core.collective_rpc)
     core.resume_scheduler = _only_if_whole(core, caches, core.resume_scheduler)
-    core.tensorhub_status = lambda: None  # it follows nobody
+    core.tensorhub_status = lambda: None  # it does not follow
     core.tensorhub_label = partial(label, core)
     if vllm_config.load_config.load_format == NAME:
         _follow(core, caches, vllm_config)
@@ -89,16 +89,16 @@ def attach(core: Any, vllm_config: Any, *, owned: bool = False) -> None:
 def own(core: Any, caches: Caches) -> None:
     """Have an engine tell which version each token came from, and follow once its owner says how (ray/owned.py)."""
     if not hasattr(core, "input_queue"):
-        return  # it runs in the process of its caller, whom nobody asks
+        return  # it runs in the process of its caller, which nothing asks
     whole = Core(core, caches)
     core.tensorhub_starts, core.tensorhub_label = whole.starts, whole.relabel
     core.tensorhub_follow = partial(_follow_owner, core, whole)
-    core.tensorhub_leave = lambda: None  # it follows nobody
+    core.tensorhub_leave = lambda: None  # it does not follow
     whole.settle(_version(core) or 0)
 
 
 def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What changes weights changes caches and label with them, also when it fails."""
+    """Have what changes weights change caches and label with them, also when it fails."""
 
     def change(method: str, *args: Any, **kwargs: Any) -> Any:
         before = _version(core)
@@ -119,7 +119,7 @@ def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable
                     core.pause_scheduler("keep", False)
             raise
         after = settled()
-        if after != before or not after:  # else it may be a text of somebody's own
+        if after != before or not after:  # else it may be a text of another owner
             core.tensorhub_label(after or 0)
         return result
 
@@ -150,7 +150,7 @@ def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable
 
 
 def _version(core: Any) -> int | None:
-    """That all workers have, whole; 0: none of the store's; None: they are not in the store."""
+    """Return the version that all workers have, whole; 0: none of the store's; None: they are not in the store."""
     versions = set(core.model_executor.collective_rpc("tensorhub_version"))
     return versions.pop() if len(versions) == 1 and not _is_broken(core) else 0
 
@@ -176,7 +176,7 @@ def _only_if_whole(core: Any, caches: Caches, original: Callable[..., Any]) -> C
 
 
 async def check_weights(engine: Any) -> None:
-    """Runs in the API server. Raise vLLM's EngineDeadError (HTTP 503 of /health) while the weights must not be used.
+    """Raise vLLM's EngineDeadError (HTTP 503 of /health) while the weights must not be used. Call in the API server.
 
     engine: AsyncLLM. One that is busy, as with an install, is not asked for long, and passes for well.
     """
@@ -195,7 +195,7 @@ async def check_weights(engine: Any) -> None:
 
 
 async def of_all_cores(client: Any, method: str, *arguments: Any) -> list[Any]:
-    """Their answers. Of data parallel engines vLLM's own call gives that of the first one.
+    """Return the answers of all cores. Of data parallel engines vLLM's own call gives that of the first one.
 
     client: AsyncLLM's, of its engine cores."""
     cores = getattr(client, "core_engines", ())
@@ -206,8 +206,8 @@ async def of_all_cores(client: Any, method: str, *arguments: Any) -> list[Any]:
 
 
 async def starts_in(client: Any, request: str, *, forget: bool = False) -> list[tuple[Place, list[Start]]]:
-    """Runs in the API server. Where the versions of each of this request's answers start; none: it is not known, or of
-    beam search, or two requests had this name. forget: afterwards."""
+    """Return where the versions of each of this request's answers start; none: it is not known, or of beam search, or
+    two requests had this name. forget: afterwards. Call in the API server."""
     cores = await of_all_cores(client, "tensorhub_starts", request, forget)
     found = sorted(answer for core in cores for answer in core)
     if len({tuple(place) for place, _ in found}) < len(found) or not all(starts for _, starts in found):
@@ -319,7 +319,7 @@ class CoreFollower(Follower):
         self._runs.wait()
 
     def status(self) -> dict[str, Any]:
-        """Call in the core's loop. Whom it follows, and how far it is."""
+        """Return which run it follows, and how far it is. Call in the core's loop."""
         said = status(self._joining, self._how.when, self._core.version, self.is_broken, self._hub_silent_s)
         return {**said, "refusal": self.refusal}
 
@@ -335,11 +335,11 @@ class CoreFollower(Follower):
 
     @property
     def _hub_silent_s(self) -> float:
-        """The workers have heard it before this began; a follower that never does is cut off as well."""
+        """Return for how long the hub has not answered. It had answered the workers before this began."""
         return time.monotonic() - self._began_at if self._client is None else self._client.hub_silent_s
 
     def close(self) -> None:
-        """Called in the core's loop, so what is under way there is not waited for."""
+        """End the thread, and do not wait for it: it may wait for the core's loop, in which this is called."""
         self._end.set()
         if self._loop is not None:
             with suppress(RuntimeError):  # it has ended
@@ -389,7 +389,7 @@ class CoreFollower(Follower):
             await self.sleep(HUB_TIMEOUT_S)
 
     def _ask_hub(self, installed: int, *, timeout_s: float, **more: Any) -> int:
-        """`Client.target`, in short turns: an engine that is shut down does not wait for a version."""
+        """Ask `Client.target` in short turns: an engine that is shut down does not wait for a version."""
         if self._closed:
             raise _ClosedError
         if self._client is None:
@@ -410,7 +410,7 @@ class CoreFollower(Follower):
         return version
 
     async def _may_install(self) -> bool:
-        """Whether it was so at once: else it has waited until another client has resumed this engine, or woken it up.
+        """Return when it may, and whether that was at once: else another client had paused it, or put it to sleep.
         StaleCaches: it cannot be paused and forget."""
         if self.is_paused:
             return True

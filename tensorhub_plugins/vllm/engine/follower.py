@@ -53,7 +53,7 @@ POLL_GRACE_S = 5.0  # the workers keep the deadline themselves, and say what fai
 RETRY_DELAY_S = 1.0  # after a failed update
 RETRY_DELAY_MAX_S = 30.0
 ASK_INTERVAL_S = 5.0  # how often a prompt that waits for a version asks whether it is still to come
-NEWS_INTERVAL_S = 0.25  # what nobody notifies of (a pin, a silent hub) is noticed so soon
+NEWS_INTERVAL_S = 0.25  # what comes without a notification (a pin, a silent hub) is noticed so soon
 
 
 class Engine(Protocol):
@@ -66,15 +66,15 @@ class Engine(Protocol):
         """Stand still and forget what was computed. What fails leaves it running."""
 
     async def forget(self) -> None:
-        """What was computed with other weights; raises what keeps it from that."""
+        """Drop what was computed with other weights; raises what keeps it from that."""
 
     async def resume(self) -> None: ...
 
     def running(self) -> Collection[str]:
-        """Requests that have not ended."""
+        """Return the requests that have not ended."""
 
     def departed(self) -> Sequence[str]:
-        """Requests that somebody has aborted since the pause, or since this was asked before."""
+        """Return the requests that were aborted since the pause, or since this was asked before."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Gate:
             self._changed.notify_all()
 
     async def close(self) -> None:
-        """Returns when no prompt is inside."""
+        """Close it, and return when no prompt is inside."""
         async with self._changed:
             self.is_closed = True
             await self._changed.wait_for(lambda: self.inside == 0)
@@ -157,9 +157,10 @@ class Follower:
         gate: Gate | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """target: `Client.target` of a client that reads nothing itself; it blocks, so it is run in a thread. until:
-        the last version to follow. pins=False: for an engine that must have the trainer's newest, whatever is pinned.
-        gate: where all samples of a prompt come from one version.
+        """Follow `target`: `Client.target` of a client that reads nothing itself; it blocks, so it is run in a thread.
+
+        until: the last version to follow. pins=False: for an engine that must have the trainer's newest, whatever is
+        pinned. gate: where all samples of a prompt come from one version.
         """
         self.engine = engine
         self.target = target
@@ -189,17 +190,17 @@ class Follower:
 
     @property
     def is_whole(self) -> bool:
-        """It answers from one version, or will when the installation under way has ended."""
+        """Return whether it answers from one version, or will when the installation under way has ended."""
         return not (self.is_broken or self.is_paused) or (self._is_installing and self._was_whole)
 
     @property
     def refusal(self) -> tuple[int, str]:
-        """The newest version that was refused, and why, if it is above the installed one; else (0, "")."""
+        """Return the newest version that was refused, and why, if it is above the installed one; else (0, "")."""
         newest = max(self.refused, default=0)
         return (newest, self.refused[newest]) if newest > self.version else (0, "")
 
     async def follow(self) -> None:
-        """Runs as long as the engine."""
+        """Follow for as long as the engine runs."""
         delay_s, said = RETRY_DELAY_S, ""
         while self.is_paused or self.until is None or step_of(self.version) < self.until:
             try:
@@ -218,7 +219,7 @@ class Follower:
                 delay_s = min(2 * delay_s, RETRY_DELAY_MAX_S)
 
     async def next_version(self) -> int | None:
-        """The version to run, if it is not the installed one; or None: ask again."""
+        """Return the version to run, if it is not the installed one; or None: ask again."""
         self._asked_with = self.version
         installed = 0 if self.is_broken else self.version  # the same version repairs, too
         try:
@@ -269,7 +270,7 @@ class Follower:
         await self._notify()
 
     async def take(self, version: int) -> None:
-        """This one is to be run: when nobody holds the engine."""
+        """Update to this version, unless the engine is held."""
         async with self._changed:
             if self.is_held:
                 await self._changed.wait_for(lambda: not self.is_held)
@@ -297,7 +298,7 @@ class Follower:
         return version
 
     async def fetch(self, version: int) -> None:
-        """Beside generation: every worker gets its bytes, verified."""
+        """Have every worker get its bytes, verified, beside generation."""
         deadline = time.monotonic() + self.timeout_s + POLL_GRACE_S
         await self.engine.rpc("tensorhub_start_fetch", version, self.timeout_s)
         while True:
@@ -317,7 +318,7 @@ class Follower:
         return UpdateFailed("; ".join(errors) or "not fetched in time", version=version, phase="fetch")
 
     async def prepare(self, version: int) -> None:
-        """Still generating: wait until no peer reads what the installation will overwrite."""
+        """Wait until no peer reads what the installation will overwrite; the engine still generates."""
         try:
             await self._may_be_busy()
             await self.engine.rpc("tensorhub_prepare_install", self.timeout_s)
@@ -330,12 +331,12 @@ class Follower:
             self._busy_until = 0.0
 
     async def _may_be_busy(self) -> None:
-        """The workers answer nothing else until they have done this, or its time is over."""
+        """Note that the workers answer nothing else until they have done this, or its time is over."""
         self._busy_until = time.monotonic() + self.timeout_s
         await self._notify()
 
     def _note_refusal(self, version: int, workers: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a worker says that this version cannot be installed: then it is not fetched again and again."""
+        """Return whether a worker says that this version cannot be installed: then it is not fetched again."""
         reasons = [worker["error"] for worker in workers if worker.get("error_kind") == VersionRefused.__name__]
         if not reasons:
             return False
@@ -357,7 +358,7 @@ class Follower:
                 await self.gate.open()
 
     async def _install(self, version: int) -> None:
-        """The engine stands still from here to the end."""
+        """Stop the engine, install and resume."""
         started = time.monotonic()
         self._is_installing, self._was_whole = True, not (self.is_broken or self.is_paused)
         try:
@@ -397,7 +398,7 @@ class Follower:
             self._is_installing, self._busy_until = False, 0.0
 
     async def _go_on(self) -> None:
-        """Resume; what was computed with other weights is forgotten by then, or it stays as it is."""
+        """Resume once what was computed with other weights is forgotten; else it stays as it is."""
         await self.engine.forget()
         await self.engine.resume()
         self.is_paused = False
@@ -444,7 +445,7 @@ class Follower:
         return self._told
 
     def of_hub(self) -> dict[str, Any]:
-        """What the status says of the hub."""
+        """Return what the status says of the hub."""
         return {}
 
     async def hold(self, version: int = 0) -> int:
@@ -528,7 +529,7 @@ class Follower:
                 await asyncio.wait_for(self._changed.wait_for(is_decided), timeout_s)
 
     async def _to_run_instead_of(self, version: int) -> int:
-        """What the hub says now; the same one if it does not say anything, 0 when there is nothing to be run."""
+        """Return what the hub says now; the same one if it does not answer, 0 when there is nothing to be run."""
         try:
             return await asyncio.to_thread(self.target, version, pins=self.pins, timeout_s=0.0)
         except (NotPublished, HubUnreachable):
@@ -542,7 +543,7 @@ class Follower:
 
 
 def bounded(version: int, until: int | None) -> int:
-    """This version, or the last one that is followed."""
+    """Return this version, or the last one that is followed."""
     return version if until is None else version_of(attempt_of(version), min(step_of(version), until))
 
 

@@ -1,4 +1,4 @@
-"""A `vllm serve` that nobody's framework started, as a member of a running job: tokens in, tokens out, over HTTP.
+"""A `vllm serve` that no framework started, as a member of a running job: tokens in, tokens out, over HTTP.
 
     vllm serve MODEL --load-format tensorhub --model-loader-extra-config \
       '{"hub": "tcp://HUB", "run": "RUN", "model": "actor", "follow": "now"}'
@@ -114,11 +114,11 @@ class Starts(TypedDict):
 
 
 class _OtherAnswerError(ValueError):
-    """Somebody answers, and it is no server of ours."""
+    """What answers there is no server of ours."""
 
 
 def _raise_for_status(reply: aiohttp.ClientResponse) -> None:
-    """Also for one that sends elsewhere."""
+    """Raise for every status but success, redirects included."""
     reply.raise_for_status()
     if reply.status in REDIRECTS:
         raise aiohttp.ClientResponseError(
@@ -130,7 +130,7 @@ def _raise_for_status(reply: aiohttp.ClientResponse) -> None:
 
 
 def refusal(url: str, expected: Expected, status: Status) -> str | None:
-    """PURE: why a server that says this of itself cannot join, and what to do about it; None: it can."""
+    """Return why a server that says this of itself cannot join, and what to do about it; None: it can."""
     following = status["following"]
     if following is None:
         return f'{url} does not follow the store: start it with "follow": "now" in --model-loader-extra-config'
@@ -177,12 +177,12 @@ class ServerActor:
 
     @property
     def why_not(self) -> str:
-        """Why it gets no requests; "": it does."""
+        """Return why it gets no requests; "": it does."""
         return f"{self.url} has not joined" if self._external is None else self._external.why_not
 
     @property
     def serving(self) -> External:
-        """The server; ServerLost while it gets no requests."""
+        """Return the server; ServerLost while it gets no requests."""
         if self._external is None or self._external.why_not:
             raise ServerLost(self.why_not, peer=self.url)
         return self._external
@@ -203,8 +203,8 @@ class ServerActor:
 
 
 async def start(actor_class: type[ServerActor], *arguments: Any, **options: Any) -> Any:
-    """An actor of this class, once its `join` has returned; UsageError if the server cannot join. Whoever keeps the
-    handle keeps the actor."""
+    """Return an actor of this class once its `join` has returned; UsageError if the server cannot join. It lives as
+    long as its handle."""
     actor: Any = ray.remote(actor_class).options(max_concurrency=CALLS_MAX, **ON_HEAD)
     handle = actor.remote(*arguments, **options)
     try:
@@ -216,7 +216,7 @@ async def start(actor_class: type[ServerActor], *arguments: Any, **options: Any)
 
 
 async def join(name: str, url: str, options: TrainingOptions, expected: Expected, *, timeout_s: float) -> External:
-    """The server, once it can answer for this job; UsageError says in one sentence why it cannot be used.
+    """Return the server once it can answer for this job; UsageError says in one sentence why it cannot be used.
 
     name: of the replica that it becomes. options: with hub and run, which `expected` is given here.
     """
@@ -261,12 +261,12 @@ class External:
         )
 
     def running(self) -> dict[str, int]:
-        """Requests that have not ended, with the tokens that have come of each."""
+        """Return the requests that have not ended, with the tokens that have come of each."""
         return {name: len(got.token_ids) for name, (_, got) in self._streams.items()}
 
     @property
     def stays(self) -> bool:
-        """Whether it will not go on to the trainer's newest version."""
+        """Return whether it will not go on to the trainer's newest version."""
         return self.refusal[0] > 0 or self._store.pinned is not None
 
     @property
@@ -274,7 +274,7 @@ class External:
         return time.monotonic() - self._heard_at
 
     def heartbeat(self) -> Heartbeat:
-        """What a dispatcher is told. It may take requests unless it says why not."""
+        """Return what a dispatcher asks. It may take requests unless it says why not."""
         return {
             "version": self.version,
             "ready": not self.why_not,
@@ -311,7 +311,7 @@ class External:
         self._watch = asyncio.create_task(self._probe())
 
     def _holds_something(self, replica: str) -> bool:
-        """Whether the hub of this job knows it."""
+        """Return whether the hub of this job knows it."""
         held = [workers for info in self._store.versions() for workers in info.layouts.values()]
         return any(worker.startswith(f"{replica}/") for workers in held for worker in workers)
 
@@ -336,7 +336,7 @@ class External:
             ) from error
 
     async def _probe(self) -> None:
-        """Its engine is asked, not only its HTTP side; during an install that side is all there is to ask."""
+        """Ask its engine, not only its HTTP side, all the time; during an install that side is all there is to ask."""
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
             try:
@@ -384,7 +384,7 @@ class External:
     # --- generation ---------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Answer:
-        """sampling_params: vLLM's, as JSON. Raises ServerLost; UsageError for a request that the server refuses."""
+        """Return the answer. sampling_params: vLLM's, as JSON. ServerLost; UsageError for a request that it refuses."""
         name = f"{PREFIX}{uuid.uuid4().hex}"
         got = _Received([], [] if sampling_params.get("logprobs") is not None else None)
         stream = asyncio.create_task(self._stream(name, prompt_ids, sampling_params, got))

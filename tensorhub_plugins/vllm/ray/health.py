@@ -47,7 +47,7 @@ class Lifeline:
     """Lives in the actor: all its questions to vLLM's workers go through here, and tell whether they live."""
 
     def __init__(self, engine: Any, worker: str) -> None:
-        """engine: AsyncLLM."""
+        """Watch this AsyncLLM."""
         self.engine, self.worker = engine, worker
         self.is_dying = False
         self._waiting_since: float | None = None  # the first question since the last answer
@@ -56,13 +56,13 @@ class Lifeline:
         self._watching: asyncio.Task[None] | None = None
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """What every worker answers, in rank order. Raises UpdateFailed with what a worker raised, or EngineLost."""
+        """Return what every worker answers, in rank order. UpdateFailed has what a worker raised; or EngineLost."""
         with self._translating(method), self._listening():
             return list(await self.engine.collective_rpc(method, args=args))
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What the follower in the engine's core answers (engine/core_follower.py), however long that takes. Raises
-        what it raised, or EngineLost."""
+        """Return what the follower in the engine's core answers (engine/core_follower.py), however long that takes.
+        Raises what it raised, or EngineLost."""
         with self._translating(method):
             told = await self.engine.engine_core.call_utility_async(method, *args)
         (kind, message, version), answer = told or (("", "", 0), None)
@@ -85,7 +85,7 @@ class Lifeline:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """An error is an answer as well."""
+        """Note when a question was answered; an error is an answer as well."""
         if self._waiting_since is None:
             self._waiting_since = time.monotonic()
         self._pending += 1
@@ -101,7 +101,7 @@ class Lifeline:
                 self._waiting_since = time.monotonic() if self._pending else None
 
     async def probe(self) -> None:
-        """Runs until the actor exits. That can be well while vLLM's processes are frozen: only their answer counts."""
+        """Ask until the actor exits. That can be well while vLLM's processes are frozen: only their answer counts."""
         from tensorhub_plugins.vllm.ray import preemption  # not in vLLM's workers, which import this file, too
 
         self._watching = asyncio.create_task(preemption.watch(self.worker))
@@ -145,7 +145,7 @@ class OwnedWorkerExtension(TensorHubWorkerExtension):
         return worker
 
     def tensorhub_ping(self) -> bool:
-        """The engine's loop and this worker answer."""
+        """Return True: the engine's loop and this worker answer."""
         return True
 
 
