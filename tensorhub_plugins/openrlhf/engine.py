@@ -174,12 +174,12 @@ class TensorHubEngine(_Stock):
 
     # --- what the fleet asks for --------------------------------------------------------------------------------------
 
-    async def tensorhub_abort(self) -> None:
+    async def tensorhub_give_back(self) -> None:
         """Give back what is under way, as this engine has to leave."""
         self.is_leaving = True
         await self.llm.abort(list(self.llm.output_processor.request_states), internal=True)
 
-    async def close(self) -> None:
+    async def tensorhub_leave(self) -> None:
         """Leave the store, so that the hub forgets this engine at once. It answers nothing afterwards."""
         self.is_leaving = True
         await self.owned.leave()

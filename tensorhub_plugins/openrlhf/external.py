@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import msgspec
 from openrlhf.trainer.ray import vllm_engine
 
-from tensorhub_plugins.core import Deadline, UsageError, VersionRefused, record
+from tensorhub_plugins.core import Deadline, UsageError, VersionRefused
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned, came_from
@@ -54,7 +53,7 @@ def text_of(answer: Answer, params: Any, tokenizer: Any) -> str:
     return whole[: min(found)] if found else str(tokenizer.decode(tokens[:-1], **decode))
 
 
-class ExternalEngine(external.ServerActor):
+class ExternalEngine(external.External):
     """See there. options: with hub and run. partial: requests may span versions."""
 
     def __init__(
@@ -69,7 +68,7 @@ class ExternalEngine(external.ServerActor):
         remote_rm_url: Any = None,
     ) -> None:
         super().__init__(name, url, options, expected, timeout_s=options.engine_timeout_s)
-        self.options, self.partial = options, partial
+        self._need_s, self._is_partial = options.timeout_s, partial
         load = vllm_engine._load_agent_executor
         make = vllm_engine.SingleTurnAgentExecutor
         self.executor = Versioned(load(agent_func_path) if agent_func_path else make(remote_rm_url))
@@ -103,28 +102,14 @@ class ExternalEngine(external.ServerActor):
                 for _ in range(num_samples)
             ]
             responses: list[dict[str, Any]] = await asyncio.gather(*samples)
-            if self.partial or is_of_one_version(responses):
+            if self._is_partial or is_of_one_version(responses):
                 return responses
         raise ServerLost(f"{self.url} changes its version while it answers one prompt, {1 + AGAIN_MAX} times in a row")
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """Answer an agent with what it reads of vLLM's RequestOutput."""
-        started, params = time.monotonic(), as_json(sampling_params)
-        try:
-            answer = await self.serving.generate([int(token) for token in prompt_token_ids], params)
-        except ServerLost:
-            record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
-            raise
-        versions = [version for version, _ in answer.spans]
-        came_from(*versions)
-        record(
-            "request",
-            worker=self.worker,
-            seconds=time.monotonic() - started,
-            outcome=answer.finish_reason,
-            versions=[versions[0], versions[-1]],
-            tokens=len(answer.token_ids),
-        )
+        answer = await self.ask(prompt_token_ids, as_json(sampling_params))
+        came_from(*(version for version, _ in answer.spans))
         if answer.finish_reason == "abort":  # OpenRLHF would take half an answer for a whole one
             raise ServerLost(f"{self.url} was told to give its requests back", peer=self.url)
         output = SimpleNamespace(
@@ -137,7 +122,7 @@ class ExternalEngine(external.ServerActor):
         return SimpleNamespace(prompt_token_ids=list(prompt_token_ids), outputs=[output], finished=True)
 
     def get_num_unfinished_requests(self) -> int:
-        return 0 if self._external is None else len(self._external.running())
+        return len(self.running())
 
     # --- what our generator asks for ----------------------------------------------------------------------------------
 
@@ -147,23 +132,21 @@ class ExternalEngine(external.ServerActor):
     async def tensorhub_release(self) -> None:
         """Do nothing: it was not held."""
 
-    async def tensorhub_abort(self) -> int:
-        """End what is under way: these prompts are asked elsewhere."""
-        return self.abort()
-
     async def _need(self, version: int) -> None:
-        deadline = Deadline.after(self.options.timeout_s)
-        while self.serving.version < version:
-            refused, why = self.serving.refusal
+        deadline = Deadline.after(self._need_s)
+        self.check()
+        while self.version < version:
+            refused, why = self.refusal
             if refused >= version:
                 raise VersionRefused(why, version=refused)
             if deadline.expired:
                 raise ServerLost(
-                    f"{self.url} has version {self.serving.version} and was asked to answer from a later one",
+                    f"{self.url} has version {self.version} and was asked to answer from a later one",
                     version=version,
-                    timeout_s=self.options.timeout_s,
+                    timeout_s=self._need_s,
                 )
             await asyncio.sleep(POLL_INTERVAL_S)
+            self.check()
 
 
 def is_of_one_version(responses: list[dict[str, Any]]) -> bool:
@@ -176,9 +159,3 @@ def _as_vllm(answer: Answer) -> list[dict[int, Any]]:
     assert answer.log_probs is not None
     pairs = zip(answer.token_ids, answer.log_probs, strict=True)
     return [{token: SimpleNamespace(logprob=logprob, rank=None, decoded_token=None)} for token, logprob in pairs]
-
-
-async def start(name: str, url: str, options: Options, expected: Expected, **more: Any) -> Any:
-    """Return the actor for this server once it has joined. options: with hub and run; more: see ExternalEngine.
-    UsageError says why it cannot."""
-    return await external.start(ExternalEngine, name, url, options, expected, **more)

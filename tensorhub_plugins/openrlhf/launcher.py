@@ -64,17 +64,10 @@ class EngineLauncher:
 
     async def start_external(self, name: str, url: str) -> Any:
         external = await asyncio.to_thread(import_module, "tensorhub_plugins.openrlhf.external")
-        given, options = self.arguments, config.parse(self.tensorhub["backend"])
+        options, partial = config.parse(self.tensorhub["backend"]), self.tensorhub["partial"]
         expected = await asyncio.to_thread(self._expected)
-        return await external.start(
-            name,
-            url,
-            options,
-            expected,
-            partial=self.tensorhub["partial"],
-            agent_func_path=given["agent_func_path"],
-            remote_rm_url=given["remote_rm_url"],
-        )
+        rewards = {option: self.arguments[option] for option in ("agent_func_path", "remote_rm_url")}
+        return await external.ExternalEngine.start(name, url, options, expected, partial=partial, **rewards)
 
     def _expected(self) -> Any:
         """Return what a server must be to answer in the place of an engine. The store's names are filled in later."""
@@ -88,12 +81,12 @@ class EngineLauncher:
         )
 
     async def abort(self, name: str, handle: Any) -> None:
-        await handle.tensorhub_abort.remote()
+        await handle.tensorhub_give_back.remote()
 
     async def stop(self, name: str, handle: Any | None) -> None:
         if handle is not None:
             with suppress(RayError, TensorHubError, asyncio.TimeoutError):  # it may be dead, or busy for ever
-                await asyncio.wait_for(asyncio.wrap_future(handle.close.remote().future()), CLOSE_TIMEOUT_S)
+                await asyncio.wait_for(asyncio.wrap_future(handle.tensorhub_leave.remote().future()), CLOSE_TIMEOUT_S)
             ray.kill(handle, no_restart=True)
         place = self.places.pop(name, None)
         with suppress(ValueError):  # there is none of this name: it is a first engine, or in the place of one

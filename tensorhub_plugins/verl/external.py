@@ -6,14 +6,13 @@ own server does to a request before vLLM gets it is done here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from verl.workers.rollout.replica import TokenOutput
 
-from tensorhub_plugins.core import UsageError, record
+from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl.config import Options
 from tensorhub_plugins.verl.routing import ReplicaLost
@@ -88,12 +87,12 @@ def request_of(given: Mapping[str, Any], prompt_tokens: int, rollout: Rollout) -
     return params
 
 
-class ExternalServer(external.ServerActor):
+class ExternalServer(external.External):
     """See there. options: with hub and run."""
 
     def __init__(self, name: str, url: str, options: Options, rollout: Rollout, expected: Expected) -> None:
         super().__init__(name, url, options, expected, timeout_s=options.replica_timeout_s)
-        self.options, self._rollout = options, rollout
+        self._splits, self._rollout = options.spans == "split", rollout
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **others: Any
@@ -102,40 +101,17 @@ class ExternalServer(external.ServerActor):
             raise ReplicaLost(self.why_not, peer=self.url)
         if any(others.get(f"{kind}_data") for kind in ("image", "video", "audio")):
             raise UsageError(f"{self.url} cannot be given images: add replicas instead of a server")
-        started = time.monotonic()
         params = request_of(sampling_params, len(prompt_ids), self._rollout)
         try:
-            answer = await self.serving.generate([int(token) for token in prompt_ids], params)
+            answer = await self.ask(prompt_ids, params)
         except ServerLost as error:
-            record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
             logger.warning("%s: %s", self.worker, error.message)
             raise ReplicaLost(error.message, peer=self.url) from error
-        if answer.finish_reason == "abort" and self.options.spans != "split":
-            # verl's client here would take the part for the whole
+        if answer.finish_reason == "abort" and not self._splits:  # verl's client here would take the part for the whole
             raise ReplicaLost(f"{self.url} was told to give its requests back", peer=self.url)
-        record(
-            "request",
-            worker=self.worker,
-            seconds=time.monotonic() - started,
-            outcome=answer.finish_reason,
-            versions=[answer.spans[0][0], answer.spans[-1][0]],
-            tokens=len(answer.token_ids),
-        )
         return TokenOutput(
             token_ids=answer.token_ids,
             log_probs=answer.log_probs if params["logprobs"] is not None else None,
             stop_reason={"abort": "aborted"}.get(answer.finish_reason, "completed"),
-            extra_fields={
-                **told(answer.spans, split=self.options.spans == "split"),
-                "num_cached_tokens": None,
-            },
+            extra_fields={**told(answer.spans, split=self._splits), "num_cached_tokens": None},
         )
-
-    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Partial answers go back, with tokens and versions, to a client that goes on elsewhere; others begin again."""
-        return {"aborted_count": self.abort(), "request_ids": [], "server_results": []}
-
-
-async def start(name: str, url: str, options: Options, rollout: Rollout, expected: Expected) -> Any:
-    """Return the actor for this server once it has joined. options: with hub and run. UsageError says why it cannot."""
-    return await external.start(ExternalServer, name, url, options, rollout, expected)

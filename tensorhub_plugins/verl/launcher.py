@@ -109,7 +109,8 @@ class VerlLauncher:
         options = await self._known()
         rollout, expected = await asyncio.to_thread(self._expected)
         spans = spans_of(options.spans, self._root.actor_rollout_ref.rollout)
-        handle = await external.start(name, url, msgspec.structs.replace(options, spans=spans), rollout, expected)
+        options = msgspec.structs.replace(options, spans=spans)
+        handle = await external.ExternalServer.start(name, url, options, rollout, expected)
         self._joined.add(name)
         await self._limit()
         return handle
@@ -123,16 +124,14 @@ class VerlLauncher:
     async def abort(self, name: str, handle: Any) -> None:
         """Abort what is under way: verl's client goes on elsewhere with the tokens it has, or begins again where it
         cannot."""
-        give = handle.abort_all_requests if is_external(name) else handle.tensorhub_give_back
-        await asyncio.wait_for(give.remote(), GIVE_BACK_TIMEOUT_S)
+        await asyncio.wait_for(handle.tensorhub_give_back.remote(), GIVE_BACK_TIMEOUT_S)
 
     async def stop(self, name: str, handle: Any | None) -> None:
         """End a replica, also one that verl has started. What is not there any more is no error."""
         self._unwanted.add(name)
         if handle is not None:
-            leave = handle.close if is_external(name) else handle.tensorhub_leave
             with contextlib.suppress(RayError, asyncio.TimeoutError):
-                await asyncio.wait_for(leave.remote(), LEAVE_TIMEOUT_S)
+                await asyncio.wait_for(handle.tensorhub_leave.remote(), LEAVE_TIMEOUT_S)
             ray.kill(handle)
         if not is_external(name):
             await asyncio.to_thread(give_back, name)

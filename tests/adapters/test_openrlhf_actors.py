@@ -87,7 +87,7 @@ async def test_what_a_leaving_engine_gives_back_is_continued_token_by_token() ->
     leaver.llm.answers.set()  # both first turns
     leaver.llm.answers = asyncio.Event()
     await settle()
-    await leaver.tensorhub_abort()
+    await leaver.tensorhub_give_back()
     given_back = await answer
     assert isinstance(given_back, GivenBack) and given_back.tokens == 2 * (2 + 1)
     assert isinstance(await ask(leaver), GivenBack), "it takes nothing more"
@@ -104,7 +104,7 @@ async def test_without_partial_rollout_a_prompt_is_asked_again_from_the_beginnin
     leaver, other = make_engine(TwoTurns(), is_partial=False), make_engine(TwoTurns(), is_partial=False)
     answer = ask(leaver)
     await settle()
-    await leaver.tensorhub_abort()
+    await leaver.tensorhub_give_back()
     given_back = await answer
     assert isinstance(given_back, GivenBack) and given_back.journals is None
     other.llm.answers.set()
@@ -130,7 +130,7 @@ def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_bac
         leaver.executor = Versioned(Slow())
         answer = ask(leaver)
         await settle()
-        await leaver.tensorhub_abort()
+        await leaver.tensorhub_give_back()
         given_back = await answer
         assert isinstance(given_back, GivenBack) and given_back.journals is not None
         assert [len(journal.calls) for journal in given_back.journals] == [1, 0]
@@ -142,7 +142,7 @@ def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_bac
 async def test_an_engine_that_leaves_says_goodbye_to_the_store() -> None:
     one = make_engine(TwoTurns(), is_partial=True)
     tasks = one.owned._tasks = [asyncio.create_task(asyncio.Event().wait()) for _ in range(2)]
-    await one.close()
+    await one.tensorhub_leave()
     assert one.llm.calls == ["tensorhub_leave"]
     assert all(task.cancelled() for task in tasks)
 

@@ -73,7 +73,7 @@ def play(hub: Server, story: Any, *, partial: bool, **options: Any) -> None:
             engine = ExternalEngine("external-1", url, given, EXPECTED, partial=partial)
             await engine.join()
             await story(fake, engine)
-            await engine.close()
+            await engine.tensorhub_leave()
 
     with Client(hub.address, run="r", model="m", replica="server") as holder:
         holder.publish(3, {"weight": torch.zeros(8)}, "runtime:x")
@@ -101,13 +101,12 @@ def test_partial_rollout_tells_the_versions_of_every_sample(hub: Server, asked: 
 
 def test_a_server_that_may_not_be_asked_says_why_and_is_not_lost(hub: Server) -> None:
     async def story(_: Fake, engine: ExternalEngine) -> None:
-        assert engine._external is not None
-        engine._external.why_not = "it has not heard of the hub for longer than staleness_s, 5 s"
+        engine.why_not = "it has not heard of the hub for longer than staleness_s, 5 s"
         beat = await engine.tensorhub_heartbeat()
         assert not beat["ready"] and "staleness_s" in beat["why"]
         with pytest.raises(ServerLost, match="staleness_s"):
             await engine.generate_responses("p", "", None, 5, None)
-        await engine.close()
+        await engine.tensorhub_leave()
         assert not (await engine.tensorhub_heartbeat())["ready"]
 
     play(hub, story, partial=True)
@@ -171,7 +170,7 @@ def test_what_is_given_back_is_asked_elsewhere_as_a_whole(hub: Server, asked: di
         fake.stop_after = 1
         waiting = asyncio.create_task(engine.generate_responses(**{**asked, "num_samples": 1}))
         await fake.reached.wait()
-        assert engine.get_num_unfinished_requests() == 1 and await engine.tensorhub_abort() == 1
+        assert engine.get_num_unfinished_requests() == 1 and await engine.tensorhub_give_back() == 1
         with pytest.raises(ServerLost, match="give its requests back"):
             await waiting
 

@@ -21,12 +21,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # n
 
 
 class Engine:
-    """An actor's handle. closes: how its `close` ends."""
+    """An actor's handle. closes: how its `tensorhub_leave` ends."""
 
     def __init__(self, options: dict[str, Any], arguments: dict[str, Any], closes: Any = None) -> None:
         self.options, self.arguments, self.closes = options, arguments, closes
         self.called: list[str] = []
-        self.close = SimpleNamespace(remote=lambda: self._call("close"))
+        self.tensorhub_leave = SimpleNamespace(remote=lambda: self._call("leave"))
 
     def _call(self, name: str) -> Any:
         self.called.append(name)
@@ -115,7 +115,7 @@ def test_a_joiner_is_made_as_the_first_one_in_a_group_of_its_own(ray: FakeRay) -
     assert engine.options == {"num_gpus": 1} and strategy.placement_group is ray.reserved[0]
     assert ray.reserved[0].bundles == [{"GPU": 1, "CPU": 1}] and one.slots(()) == 1
     asyncio.run(one.stop("rollout-3", engine))
-    assert engine.called == ["close"] and ray.killed == [engine] and not ray.reserved
+    assert engine.called == ["leave"] and ray.killed == [engine] and not ray.reserved
     again = asyncio.run(one.start("rollout-4", 4, ()))
     asyncio.run(make().stop("rollout-4", again))  # by another one: the actor that had it was started again
     assert not ray.reserved

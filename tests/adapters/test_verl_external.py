@@ -17,7 +17,6 @@ import ray
 from vllm_http import FACTS, Fake, answering, status
 
 from tensorhub_plugins.core import Client, Server, UsageError
-from tensorhub_plugins.verl import external
 from tensorhub_plugins.verl.config import Options
 from tensorhub_plugins.verl.external import ExternalServer, Rollout, request_of, rollout_of
 from tensorhub_plugins.verl.routing import ReplicaLost
@@ -101,13 +100,12 @@ def test_an_answer_is_verls_with_exact_steps(hub: Server, monkeypatch: pytest.Mo
             fake.stop_after = 2
             waiting = asyncio.create_task(server.generate(**asked))
             await fake.reached.wait()
-            assert server._external is not None
-            while list(server._external.running().values()) != [2]:
+            while list(server.running().values()) != [2]:
                 await asyncio.sleep(0.005)
-            assert (await server.abort_all_requests(reject_request=True))["aborted_count"] == 1
+            assert await server.tensorhub_give_back() == 1
             output = await waiting
             assert (output.token_ids, output.stop_reason) == ([0, 1], "aborted")
-            await server.close()
+            await server.tensorhub_leave()
 
             # A client that cannot go on with a part is not given one.
             fake.reached.clear()
@@ -117,14 +115,14 @@ def test_an_answer_is_verls_with_exact_steps(hub: Server, monkeypatch: pytest.Mo
             await whole.join()
             waiting = asyncio.create_task(whole.generate(**asked))
             await fake.reached.wait()
-            await whole.abort_all_requests(reject_request=True)
+            await whole.tensorhub_give_back()
             with pytest.raises(ReplicaLost, match="told to give its requests back"):
                 await waiting
             server = whole
             fake.stop_after, fake.break_after = None, 1
             with pytest.raises(ReplicaLost):
                 await server.generate(**asked)
-            await server.close()
+            await server.tensorhub_leave()
 
     with Client(hub.address, run="r", model="m", replica="server") as holder:
         holder.publish(3, {"weight": torch.zeros(8)}, "runtime:x")
@@ -153,17 +151,17 @@ def test_as_an_actor_it_joins_or_says_in_one_sentence_why_not(hub: Server) -> No
             given = (urls[0], Options(hub=hub.address, **RUN), ROLLOUT, EXPECTED)
             fake.status = status(run="another")
             with pytest.raises(UsageError, match="follows run another") as refused:
-                asyncio.run(external.start("external-1", *given))
+                asyncio.run(ExternalServer.start("external-1", *given))
             assert "\n" not in str(refused.value)
             fake.status = status()
-            handle = asyncio.run(external.start("external-1", *given))
+            handle = asyncio.run(ExternalServer.start("external-1", *given))
             asked: dict[str, Any] = {"prompt_ids": [1, 2], "sampling_params": {}, "request_id": "q"}
             output = ray.get(handle.generate.remote(**asked))
             assert output.token_ids == [0, 1, 2, 3] and output.extra_fields["global_steps"] == 2
             fake.break_after = 0
             with pytest.raises(ReplicaLost):
                 ray.get(handle.generate.remote(**asked))
-            ray.get(handle.close.remote())
+            ray.get(handle.tensorhub_leave.remote())
     finally:
         ray.shutdown()
         end.set()

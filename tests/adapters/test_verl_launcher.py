@@ -142,7 +142,7 @@ def test_a_server_that_joins_answers_as_verls_client_understands_it(made, monkey
         started.append((name, url, options.hub, options.run, options.spans, rollout, expected))
         return "actor"
 
-    monkeypatch.setattr(launcher.external, "start", start)
+    monkeypatch.setattr(launcher.external.ExternalServer, "start", start)
     monkeypatch.setattr(VerlLauncher, "_expected", lambda self: ("rollout", "expected"))
     assert asyncio.run(VerlLauncher(tree, config.Options()).start_external("external-0", "http://h:1")) == "actor"
     assert started == [("external-0", "http://h:1", "tcp://10.0.0.1:7", "verl-1", spans, "rollout", "expected")]
@@ -177,14 +177,14 @@ def test_what_belongs_to_a_replica():
 def test_an_external_server_ends_no_replica_of_the_same_number(monkeypatch):
     ended = []
 
-    async def close():
-        ended.append("close")
+    async def leave():
+        ended.append("leave")
 
     monkeypatch.setattr(launcher, "give_back", ended.append)
     monkeypatch.setattr(launcher.ray, "kill", lambda handle: ended.append("kill"))
-    handle = SimpleNamespace(close=SimpleNamespace(remote=close))
+    handle = SimpleNamespace(tensorhub_leave=SimpleNamespace(remote=leave))
     asyncio.run(VerlLauncher(root(), config.Options()).stop("external-0", handle))
-    assert ended == ["close", "kill"]
+    assert ended == ["leave", "kill"]
 
 
 async def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatch):
@@ -211,7 +211,7 @@ async def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatc
     async def start(*given):
         return "actor"
 
-    monkeypatch.setattr(launcher.external, "start", start)
+    monkeypatch.setattr(launcher.external.ExternalServer, "start", start)
     monkeypatch.setattr(VerlLauncher, "_expected", lambda self: ("rollout", "expected"))
     owner = VerlLauncher(root(), config.Options(), actor)
     await owner.start("rollout-1", 1, ())
@@ -221,5 +221,5 @@ async def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatc
     await owner.stop("rollout-2", handle)  # asked for again
     await owner.stop("rollout-3", None)  # never began
     await owner.start_external("external-0", "http://h:1")
-    await owner.stop("external-0", SimpleNamespace(close=handle.tensorhub_leave))
+    await owner.stop("external-0", handle)
     assert recorded == [32, 40, 32, 16, 16, 16, 32, 16]  # 40: what verl's staleness allows

@@ -1,4 +1,4 @@
-"""A server that nobody's framework has started, as a small real HTTP server: what joins, and what comes of its answers.
+"""A server that no framework has started, as a small real HTTP server: what joins, and what comes of its answers.
 
 The store is real, too. A real `vllm serve` is in test_vllm_external_serve.py.
 """
@@ -16,13 +16,16 @@ pytest.importorskip("ray")
 pytest.importorskip("aiohttp")
 
 import aiohttp
+import msgspec
 from vllm_http import FACTS, Fake, answering, status
 
 from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.ray import external
 from tensorhub_plugins.vllm.ray.external import Answer, Expected, External, ServerLost
 
-EXPECTED = Expected("r", "m", FACTS, 100, "processed_logprobs", staleness_s=5.0)
+EXPECTED = Expected("", "", FACTS, 100, "processed_logprobs")
+OPTIONS = TrainingOptions(run="r", model="m", staleness_s=5.0)
 TIMEOUT_S = 60.0
 
 
@@ -37,21 +40,21 @@ def play(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     async def run(story: Story, path: str, holder: str, timeout_s: float) -> None:
         fake = Fake()
-        store = Client(hub.address, run="r", model="m", replica="job")
+        options = msgspec.structs.replace(OPTIONS, hub=hub.address)
         async with answering(fake) as url:
-            other = External(f"{url}{path}", EXPECTED, store=store, timeout_s=timeout_s)
+            other = External("external-1", f"{url}{path}", options, EXPECTED, timeout_s=timeout_s)
             try:
                 with Client(hub.address, run="r", model="m", replica=holder) as server:
                     server.publish(3, {"weight": torch.zeros(8)}, "runtime:x")
                     await asyncio.wait_for(story(fake, other), TIMEOUT_S)
             finally:
-                await other.close()
+                await other.tensorhub_leave()
 
     return lambda story, path="", holder="server", timeout_s=5.0: asyncio.run(run(story, path, holder, timeout_s))
 
 
 async def answer(other: External, **params: Any) -> Answer:
-    return await other.generate([1, 2, 3], {"max_tokens": 4, "logprobs": 0, **params})
+    return await other.ask([1, 2, 3], {"max_tokens": 4, "logprobs": 0, **params})
 
 
 @pytest.mark.parametrize(
@@ -98,11 +101,7 @@ def test_a_server_that_is_none_of_ours_and_one_that_is_not_there_are_refused(pla
 
     play(story, path="/elsewhere")
     with pytest.raises(UsageError, match="no address of a server"):
-        asyncio.run(_make("10.0.0.1:8000"))
-
-
-async def _make(url: str) -> External:
-    return External(url, EXPECTED, store=None, timeout_s=1.0)  # type: ignore[arg-type]
+        asyncio.run(External("external-1", "10.0.0.1:8000", OPTIONS, EXPECTED, timeout_s=1.0).join())
 
 
 def test_an_answer_has_its_tokens_log_probabilities_and_versions(play: Any) -> None:
@@ -115,7 +114,7 @@ def test_an_answer_has_its_tokens_log_probabilities_and_versions(play: Any) -> N
         assert fake.asked[0]["token_ids"] == [1, 2, 3] and fake.asked[0]["stream"] is True
         assert fake.asked[0]["request_id"] != fake.asked[1]["request_id"] and not other.running()
         with pytest.raises(UsageError, match="refuses a request.*too long"):
-            await other.generate([1] * 101, {"max_tokens": 4, "logprobs": 0})
+            await other.ask([1] * 101, {"max_tokens": 4, "logprobs": 0})
 
     play(story)
 
@@ -153,7 +152,7 @@ def test_what_is_given_back_keeps_its_tokens_and_their_versions(play: Any) -> No
         asked = asyncio.create_task(answer(other))
         await fake.reached.wait()
         await _until(lambda: list(other.running().values()) == [2])
-        assert other.abort() == 1
+        assert await other.tensorhub_give_back() == 1
         assert await asked == Answer([0, 1], [-0.0, -1.0], "abort", ((3, 1), (4, 1)))
         await fake.disconnected.wait()  # vLLM ends the request then
 

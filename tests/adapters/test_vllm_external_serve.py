@@ -21,6 +21,7 @@ from vllm_servers import make_two_models, serving
 
 from recipes.sweep import kill_group
 from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.ray.external import Expected, External, ServerLost
 
@@ -46,22 +47,21 @@ def test_every_token_has_the_version_that_it_came_from(
         trainer.publish(1, checkpoint(folders[0]))
         options = ["--max-model-len", "2048", "--logprobs-mode", "processed_logprobs"]
         with serving(folders[0], tmp_path, {**extra, "follow_patience_s": 0.0}, *options) as server:
-            store = Client(hub.address, run="r", model="actor", replica="job")
-            asyncio.run(_story(server, store, folders, lambda: trainer.publish(2, checkpoint(folders[1]))))
+            options = TrainingOptions(hub=hub.address, run="r", model="actor")
+            asyncio.run(_story(server, options, folders, lambda: trainer.publish(2, checkpoint(folders[1]))))
 
 
-async def _story(server: Any, store: Client, folders: list[Path], publish: Callable[[], Any]) -> None:
+async def _story(server: Any, options: TrainingOptions, folders: list[Path], publish: Callable[[], Any]) -> None:
     facts = facts_of(AutoConfig.from_pretrained(folders[0]))
-    expected = Expected("r", "actor", facts, 2048, "processed_logprobs")
+    expected = Expected("", "", facts, 2048, "processed_logprobs")
     larger = msgspec.structs.replace(expected, facts={**facts, "vocab_size": facts["vocab_size"] + 1})
-    external = External(server.url, larger, store=store, timeout_s=10.0)
     with pytest.raises(UsageError, match="another model .vocab_size"):
-        await external.join()
-    external.expected = expected
+        await External("external-1", server.url, options, larger, timeout_s=10.0).join()
+    external = External("external-1", server.url, options, expected, timeout_s=10.0)
     await external.join()
 
     async def ask(prompt: list[int], tokens: int, **more: Any) -> Any:
-        return await external.generate(prompt, {**GREEDY, "max_tokens": tokens, **more})
+        return await external.ask(prompt, {**GREEDY, "max_tokens": tokens, **more})
 
     old = await ask(PROMPT, LONG)
     assert old.spans == ((1, LONG),) and old.finish_reason == "length" and len(old.log_probs) == LONG
@@ -82,7 +82,7 @@ async def _story(server: Any, store: Client, folders: list[Path], publish: Calla
 
     asked = asyncio.create_task(ask(PROMPT, LONG))
     await _until(lambda: sum(external.running().values()) > 20)
-    assert external.abort() == 1
+    assert await external.tensorhub_give_back() == 1
     partial = await asked
     assert partial.finish_reason == "abort" and 20 < len(partial.token_ids) < LONG
     assert partial.spans == ((2, len(partial.token_ids)),) and external.version == 2
@@ -92,7 +92,7 @@ async def _story(server: Any, store: Client, folders: list[Path], publish: Calla
     await asyncio.to_thread(kill_group, server.process.pid)
     with pytest.raises(ServerLost):
         await asked
-    await external.close()
+    await external.tensorhub_leave()
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -20,9 +20,9 @@ CEILINGS = {
     "core/security": 720,
     "core/transfer": 1_850,
     "core/transports": 7_250,
-    "openrlhf": 2_450,
-    "verl": 3_500,
-    "vllm": 7_400,
+    "openrlhf": 2_400,
+    "verl": 3_450,
+    "vllm": 7_350,
     "vllm/doctor": 860,
     "vllm/worker": 4_650,
 }
@@ -31,7 +31,7 @@ INIT_LINES_MAX = 40  # of a file beside the folders: __init__.py
 
 # Both frameworks have so many lines of their own in a file of this name. What is the same belongs into vllm/, once.
 TWIN_LINES_MAX = 120
-TWINS = {"config.py", "doctor.py", "engine.py", "external.py", "launcher.py", "routing.py", "trainer.py"}
+TWINS = {"config.py", "doctor.py", "engine.py", "routing.py", "trainer.py"}
 
 
 def lines_of(path: Path) -> int:

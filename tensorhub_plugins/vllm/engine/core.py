@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any
 
+from typing_extensions import NotRequired, TypedDict
+
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
@@ -25,17 +27,30 @@ def label(core: Any, version: int) -> None:
         core.set_weight_version(str(version) if version else NO_VERSION)
 
 
-def status(joining: WorkerConfig, when: str | None, version: int, broken: bool, hub_silent_s: float) -> dict[str, Any]:
-    """Return what an engine reports of itself: which run it follows, and how far it is."""
-    return {
-        "run": joining.run,
-        "model": joining.model,
-        "replica": joining.replica,
-        "follow": when,
-        "version": version,
-        "broken": broken,
-        "hub_silent_s": hub_silent_s,
-    }
+class Following(TypedDict):
+    """What an engine that follows tells of itself: which run it follows, and how far it is."""
+
+    run: str
+    model: str
+    replica: str
+    version: int
+    broken: bool
+    hub_silent_s: float
+    follow: NotRequired[str | None]  # "now" or "idle"; servers with earlier versions of this package lack these
+    refusal: NotRequired[tuple[int, str]]  # a newer version that it cannot install, and why; (0, ""): none
+
+
+def status(joining: WorkerConfig, when: str | None, version: int, broken: bool, hub_silent_s: float) -> Following:
+    """Return what an engine reports of itself."""
+    return Following(
+        run=joining.run,
+        model=joining.model,
+        replica=joining.replica,
+        follow=when,
+        version=version,
+        broken=broken,
+        hub_silent_s=hub_silent_s,
+    )
 
 
 class Core:

@@ -35,7 +35,7 @@ from tensorhub_plugins.core import Client, TensorHubError, UsageError, options
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig, parse, shares_experts
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
-from tensorhub_plugins.vllm.engine.core import Core, label, status
+from tensorhub_plugins.vllm.engine.core import Core, Following, label, status
 from tensorhub_plugins.vllm.engine.follower import (
     POLL_INTERVAL_S,
     RETRY_DELAY_MAX_S,
@@ -318,7 +318,7 @@ class CoreFollower(Follower):
         self._thread.start()
         self._runs.wait()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Following:
         """Return which run it follows, and how far it is. Call in the core's loop."""
         said = status(self._joining, self._how.when, self._core.version, self.is_broken, self._hub_silent_s)
         return {**said, "refusal": self.refusal}

@@ -26,7 +26,7 @@ from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig
 from tensorhub_plugins.vllm.engine.caches import StaleCaches
-from tensorhub_plugins.vllm.engine.core import LOOP_TIMEOUT_S, Core, status
+from tensorhub_plugins.vllm.engine.core import LOOP_TIMEOUT_S, Core, Following, status
 
 logger = get_logger(__name__)
 
@@ -160,7 +160,7 @@ class OtherRank:
     def start(self) -> None:
         self._thread.start()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Following:
         """Return the status: whether the weights are broken, and how long the hub has been silent, the first rank
         knows."""
         return status(self._joining, self._start.follow, self._core.version, False, 0.0)

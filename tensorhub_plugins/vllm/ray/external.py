@@ -6,9 +6,9 @@
 
 It has the secret of the job's hub by TENSORHUB_SECRET_FILE; the job says, as it starts, in which file that is.
 
-The server gets its weights itself (engine/core_follower.py), so there is nothing to manage here: `External` asks for
-tokens, tells the version of every one of them, and watches whether the server is there. `ServerActor` is what is a
-member; frameworks add their own words for requests and answers: verl/external.py, openrlhf/external.py.
+The server gets its weights itself (engine/core_follower.py), so there is nothing to manage here: `External` is the
+actor that stands for it, asks for tokens, tells the version of every one of them, and watches whether the server is
+there. Frameworks translate their requests and answers: verl/external.py, openrlhf/external.py.
 
 Which version a token came from the server's engine core says, where requests and weights change one after the other
 (engine/spans.py). It is exact with both kinds of "follow". An answer whose versions cannot be told is not used.
@@ -22,7 +22,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any, TypedDict
 
 import aiohttp
@@ -33,6 +33,7 @@ from tensorhub_plugins.core import Client, TensorHubError, UsageError, record, v
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
+from tensorhub_plugins.vllm.engine.core import Following
 from tensorhub_plugins.vllm.engine.spans import PREFIX, Span, spans_of
 from tensorhub_plugins.vllm.model_facts import differences
 from tensorhub_plugins.vllm.ray.config import connect
@@ -53,6 +54,7 @@ REFUSED_S = 30.0  # no requests after one was refused for no fault of its own, o
 REDIRECTS = range(300, 400)
 REFUSALS = (400, 422)  # of this request, by whomever; others, like 401, 404 and 429, are of this server or its proxy
 CALLS_MAX = 100_000  # of one actor at a time: requests wait in vLLM, and heartbeats must not wait behind them
+NOT_FOLLOWING = Following(run="", model="", replica="", version=0, broken=False, hub_silent_s=0.0)
 
 
 class ServerLost(TensorHubError):
@@ -77,23 +79,6 @@ class Answer(msgspec.Struct, frozen=True):
     log_probs: list[float] | None
     finish_reason: str  # "stop", "length" or "abort"
     spans: tuple[Span, ...]
-
-
-class Refusing(TypedDict, total=False):
-    """What servers with an earlier version of this package do not tell."""
-
-    refusal: tuple[int, str]  # a newer version that it cannot install, and why; (0, ""): none
-
-
-class Following(Refusing):
-    """Of `Status`, see core_follower.py."""
-
-    run: str
-    model: str
-    replica: str
-    version: int
-    broken: bool
-    hub_silent_s: float
 
 
 class Status(TypedDict):
@@ -162,94 +147,70 @@ def refusal(url: str, expected: Expected, status: Status) -> str | None:
     return None
 
 
-class ServerActor:
+class External:
     """Stand for a server in a framework, which adds how it asks: an asyncio actor. options: with hub and run; expected:
     of the server, without these; timeout_s: of silence, until its requests are given back."""
 
     def __init__(self, name: str, url: str, options: TrainingOptions, expected: Expected, *, timeout_s: float) -> None:
-        self.worker, self.url = f"{name}/0", url
-        self._name, self._options, self._expected, self._timeout_s = name, options, expected, timeout_s
-        self._external: External | None = None
-
-    async def join(self) -> None:
-        """UsageError says in one sentence why this server cannot be used."""
-        self._external = await join(self._name, self.url, self._options, self._expected, timeout_s=self._timeout_s)
-
-    @property
-    def why_not(self) -> str:
-        """Return why it gets no requests; "": it does."""
-        return f"{self.url} has not joined" if self._external is None else self._external.why_not
-
-    @property
-    def serving(self) -> External:
-        """Return the server; ServerLost while it gets no requests."""
-        if self._external is None or self._external.why_not:
-            raise ServerLost(self.why_not, peer=self.url)
-        return self._external
-
-    async def tensorhub_heartbeat(self) -> Heartbeat:
-        """Return what a dispatcher asks."""
-        own = Heartbeat(version=0, ready=False, why=self.why_not, worker=self.worker, timeout_s=self._timeout_s)
-        return own if self._external is None else {**own, **self._external.heartbeat()}
-
-    def abort(self) -> int:
-        """End what is under way, and return how much that was."""
-        return 0 if self._external is None else self._external.abort()
-
-    async def close(self) -> None:
-        if self._external is not None:
-            await self._external.close()
-            self._external = None
-
-
-async def start(actor_class: type[ServerActor], *arguments: Any, **options: Any) -> Any:
-    """Return an actor of this class once its `join` has returned; UsageError if the server cannot join. It lives as
-    long as its handle."""
-    actor: Any = ray.remote(actor_class).options(max_concurrency=CALLS_MAX, **ON_HEAD)
-    handle = actor.remote(*arguments, **options)
-    try:
-        await handle.join.remote()
-    except ray.exceptions.RayTaskError as error:
-        ray.kill(handle)
-        raise error.cause if isinstance(error.cause, UsageError) else error from None
-    return handle
-
-
-async def join(name: str, url: str, options: TrainingOptions, expected: Expected, *, timeout_s: float) -> External:
-    """Return the server once it can answer for this job; UsageError says in one sentence why it cannot be used.
-
-    name: of the replica that it becomes. options: with hub and run, which `expected` is given here.
-    """
-    assert options.run is not None
-    store = await asyncio.to_thread(connect, options, replica=f"server-{name}")
-    expected = msgspec.structs.replace(expected, run=options.run, model=options.model, staleness_s=options.staleness_s)
-    server = External(url, expected, store=store, timeout_s=timeout_s)
-    try:
-        await server.join()
-    except BaseException:
-        await server.close()
-        raise
-    record("external_joined", worker=f"{name}/0", address=url, version=server.version)
-    return server
-
-
-class External:
-    """One server. Made in an event loop. store: a client of this job's hub, closed with this."""
-
-    def __init__(self, url: str, expected: Expected, *, store: Client, timeout_s: float) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise UsageError(f"{url!r} is no address of a server: give one like http://host:8000")
-        self.url = url.rstrip("/")
-        self.expected, self.timeout_s = expected, timeout_s
+        assert options.run is not None
+        self.worker, self.url, self.timeout_s = f"{name}/0", url.rstrip("/"), timeout_s
+        run, model, staleness_s = options.run, options.model, options.staleness_s
+        self.expected = msgspec.structs.replace(expected, run=run, model=model, staleness_s=staleness_s)
         self.version = 0
         self.refusal = 0, ""  # a newer version that it cannot install, and why
-        self.why_not = "it has not been asked yet"  # it gets no requests; "": it does
-        self._store = store
-        self._heard_at = time.monotonic()
-        self._refused_until = 0.0
+        self.why_not = f"{url} has not joined"  # it gets no requests; "": it does
+        self._options = options
+        self._heard_at, self._refused_until = time.monotonic(), 0.0
         self._streams: dict[str, tuple[asyncio.Task[None], _Received]] = {}
         self._aborted: set[str] = set()
-        self._watch: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None  # once it has joined
+        self._open = AsyncExitStack()
+        self._store: Client
+        self._http: aiohttp.ClientSession
+
+    @classmethod
+    async def start(cls, *arguments: Any, **options: Any) -> Any:
+        """Return an actor of this class once it has joined; UsageError if it cannot. It lives as long as its handle."""
+        actor: Any = ray.remote(cls).options(max_concurrency=CALLS_MAX, **ON_HEAD)
+        handle = actor.remote(*arguments, **options)
+        try:
+            await handle.join.remote()
+        except ray.exceptions.RayTaskError as error:
+            ray.kill(handle)
+            raise error.cause if isinstance(error.cause, UsageError) else error from None
+        return handle
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    async def tensorhub_heartbeat(self) -> Heartbeat:
+        """Return what a dispatcher asks. It may take requests unless it says why not."""
+        own = Heartbeat(version=self.version, ready=not self.why_not, why=self.why_not, worker=self.worker)
+        own["timeout_s"] = self.timeout_s
+        if self._watch is not None:
+            own["silent_s"], own["refusal"] = self.silent_s, self.refusal
+            own["stays"] = self.refusal[0] > 0 or self._store.pinned is not None
+        return own
+
+    # --- joining, and being watched -----------------------------------------------------------------------------------
+
+    async def join(self) -> None:
+        """Return when it can answer for this job; UsageError says in one sentence why it cannot be used."""
+        if not self.url.startswith(("http://", "https://")):
+            raise UsageError(f"{self.url!r} is no address of a server: give one like http://host:8000")
+        try:
+            await self._connect()
+            await self._join()
+        except BaseException:
+            await self.tensorhub_leave()
+            raise
+        record("external_joined", worker=self.worker, address=self.url, version=self.version)
+
+    async def _connect(self) -> None:
+        replica = f"server-{self.worker.partition('/')[0]}"
+        self._store = await asyncio.to_thread(connect, self._options, replica=replica)
+        self._open.push_async_callback(asyncio.to_thread, self._store.close)
         key = os.environ.get("VLLM_API_KEY")  # as vLLM's own servers read it
         self._http = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -259,35 +220,9 @@ class External:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             read_bufsize=LINE_SIZE_BYTES_MAX,
         )
+        self._open.push_async_callback(self._http.close)
 
-    def running(self) -> dict[str, int]:
-        """Return the requests that have not ended, with the tokens that have come of each."""
-        return {name: len(got.token_ids) for name, (_, got) in self._streams.items()}
-
-    @property
-    def stays(self) -> bool:
-        """Return whether it will not go on to the trainer's newest version."""
-        return self.refusal[0] > 0 or self._store.pinned is not None
-
-    @property
-    def silent_s(self) -> float:
-        return time.monotonic() - self._heard_at
-
-    def heartbeat(self) -> Heartbeat:
-        """Return what a dispatcher asks. It may take requests unless it says why not."""
-        return {
-            "version": self.version,
-            "ready": not self.why_not,
-            "why": self.why_not,
-            "silent_s": self.silent_s,
-            "refusal": self.refusal,
-            "stays": self.stays,
-        }
-
-    # --- joining, and being watched -----------------------------------------------------------------------------------
-
-    async def join(self) -> None:
-        """Return when it can answer for this job; UsageError says in one sentence why it never will."""
+    async def _join(self) -> None:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while True:
             status = await self._first_status()
@@ -359,9 +294,7 @@ class External:
     def _heard(self, status: Status) -> None:
         self._heard_at = time.monotonic()
         why_not = refusal(self.url, self.expected, status) or ""  # it may have been started again as something else
-        following = status["following"] or Following(
-            run="", model="", replica="", version=0, broken=False, hub_silent_s=0.0
-        )
+        following = status["following"] or NOT_FOLLOWING
         limit_s, silent_s = self.expected.staleness_s, following["hub_silent_s"]
         if not why_not and following["broken"]:
             why_not = f"{self.url} waits for whole weights"
@@ -381,10 +314,33 @@ class External:
             _raise_for_status(reply)
             return await reply.json() if parse else await reply.read()
 
+    def check(self) -> None:
+        """Raise ServerLost while it gets no requests."""
+        if self.why_not:
+            raise ServerLost(self.why_not, peer=self.url)
+
     # --- generation ---------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Answer:
+    async def ask(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Answer:
         """Return the answer. sampling_params: vLLM's, as JSON. ServerLost; UsageError for a request that it refuses."""
+        started = time.monotonic()
+        try:
+            self.check()
+            answer = await self._ask([int(token) for token in prompt_ids], sampling_params)
+        except ServerLost:
+            record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
+            raise
+        record(
+            "request",
+            worker=self.worker,
+            seconds=time.monotonic() - started,
+            outcome=answer.finish_reason,
+            versions=[answer.spans[0][0], answer.spans[-1][0]],
+            tokens=len(answer.token_ids),
+        )
+        return answer
+
+    async def _ask(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Answer:
         name = f"{PREFIX}{uuid.uuid4().hex}"
         got = _Received([], [] if sampling_params.get("logprobs") is not None else None)
         stream = asyncio.create_task(self._stream(name, prompt_ids, sampling_params, got))
@@ -415,10 +371,23 @@ class External:
                 raise ServerLost(f"{self.url} cannot tell the version of an answer", peer=self.url)
         return Answer(got.token_ids, got.log_probs, got.finish_reason, spans_of(starts, len(got.token_ids)))
 
-    def abort(self) -> int:
-        """End what is under way: it returns with the tokens that have come, as "abort"."""
+    def running(self) -> dict[str, int]:
+        """Return the requests that have not ended, with the tokens that have come of each."""
+        return {name: len(got.token_ids) for name, (_, got) in self._streams.items()}
+
+    async def tensorhub_give_back(self) -> int:
+        """End what is under way, and return how much that was. It is answered with what has come, as "abort"."""
         self._aborted.update(self._streams)
         return self._end_streams()
+
+    async def tensorhub_leave(self) -> None:
+        """Stand for it no more. The server goes on."""
+        self.why_not = f"{self.url} has not joined"
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        self._end_streams()
+        await self._open.aclose()
 
     def _end_streams(self) -> int:
         for stream, _ in self._streams.values():
@@ -439,13 +408,6 @@ class External:
                     return
                 got.take(json.loads(line[len(b"data: ") :]), self.url)
         raise ServerLost(f"{self.url} has broken off an answer", peer=self.url)
-
-    async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        self._end_streams()
-        await self._http.close()
-        await asyncio.to_thread(self._store.close)
 
 
 class _Received(msgspec.Struct):
