@@ -44,6 +44,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 VARIABLE = "TENSORHUB_EVENTS"
@@ -87,6 +88,12 @@ def record_fetch(report: Any, *, worker: str, seconds: float) -> None:
         sources=report.sources,
         transports=report.transports,
     )
+
+
+def record_request(worker: str, began: float, outcome: str, versions: Sequence[int] = (), tokens: int = 0) -> None:
+    """Record "request", with the versions of the answer's tokens in their order. began: in monotonic seconds."""
+    answer = {"versions": [versions[0], versions[-1]], "tokens": tokens} if versions else {}
+    record("request", worker=worker, seconds=time.monotonic() - began, outcome=outcome, **answer)
 
 
 def root_key(shard: int, shard_count: int) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from openrlhf.trainer.ray import vllm_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import record
+from tensorhub_plugins.core import run_log
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config, journal
 from tensorhub_plugins.openrlhf.journal import Call, GivenBack, Journal, Journals, Leaving
@@ -138,7 +138,7 @@ class TensorHubEngine(_Stock):
             (output,) = answer.outputs
             spans = await self.owned.spans(answer.request_id, len(output.token_ids))
         except EngineDeadError as error:
-            record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
+            run_log.record_request(self.worker, started, "error")
             self.owned.lifeline.die(error)
             raise EngineLost(f"{self.worker}: {error}") from error
         if not spans and output.token_ids:
@@ -146,14 +146,8 @@ class TensorHubEngine(_Stock):
         versions = tuple(version for version, _ in spans) or (self.owned.status.version,)
         is_whole = not (self.is_leaving and output.finish_reason == "abort")
         came_from(*versions)
-        record(
-            "request",
-            worker=self.worker,
-            seconds=time.monotonic() - started,
-            outcome=str(output.finish_reason) if is_whole else "given back",
-            versions=[versions[0], versions[-1]],
-            tokens=len(output.token_ids),
-        )
+        outcome = str(output.finish_reason) if is_whole else "given back"
+        run_log.record_request(self.worker, started, outcome, versions, len(output.token_ids))
         return Call(tuple(prompt), output, versions, is_whole), is_whole
 
     # --- what our generator asks for ----------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ import msgspec
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.core.options import Need, gigabytes
 from tensorhub_plugins.verl import config
-from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WAY_OUT, WHERE, Options, spans_of
+from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WAY_OUT, WHERE, Options
+from tensorhub_plugins.verl.versions import reported_as
 from tensorhub_plugins.vllm import drafts
 from tensorhub_plugins.vllm.outlook import (
     BESIDE,
@@ -122,7 +123,7 @@ def check(root: Any) -> tuple[Options, Outlook]:
             f"pull mode: each of {count(engines_of(root).number, 'engine')} fetches every version by itself, while it "
             "generates"
         )
-        if spans_of(options.spans, rollout) == "oldest":
+        if reported_as(options.spans, rollout) == "oldest":
             outlook.said.append(
                 "samples of several versions are reported as of their oldest, verl's client knows no other way"
             )

@@ -101,21 +101,6 @@ def use_our_router(rollout: Any) -> bool:
     return True
 
 
-def spans_of(choice: str, rollout: Any) -> str:
-    """Return how samples of several versions are handed to verl's client. "auto": split where the client of this
-    trainer understands pieces (verl chooses the client by the trainer, see versions.py)."""
-    if choice != "auto":
-        return choice
-    root = rollout._get_root()
-    async_training = root.get("async_training")
-    if async_training is not None:
-        return "split" if async_training.get("partial_rollout") else "oldest"
-    trainer = root.get("trainer") or {}
-    v1 = trainer.get("v1") or {}
-    understands = trainer.get("use_v1", True) and v1.get("trainer_mode") in ("separate_async", "colocate_async")
-    return "split" if understands else "oldest"
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping) or hasattr(value, "items"):
         return {str(key): _plain(inner) for key, inner in value.items()}

@@ -20,7 +20,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import TensorHubError, record, step_of
+from tensorhub_plugins.core import TensorHubError, run_log, step_of
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.routing import ReplicaLost
@@ -112,7 +112,7 @@ class TensorHubServer(vLLMHttpServer):
             tokens = len(output.token_ids)
             spans = await self._owned.spans(name, tokens)
         except EngineDeadError as error:
-            record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
+            run_log.record_request(self.worker, started, "error")
             self._owned.lifeline.die(error)
             raise ReplicaLost(f"{self.worker}: {error}") from error
         if self._gives_back and output.stop_reason == "aborted" and self.options.spans != "split":
@@ -123,14 +123,8 @@ class TensorHubServer(vLLMHttpServer):
         if not spans or not all(version for version, _ in spans):
             raise ReplicaLost(f"{self.worker} cannot tell the version of an answer")
         output.extra_fields.update(told(spans, split=self.options.spans == "split"))
-        record(
-            "request",
-            worker=self.worker,
-            seconds=time.monotonic() - started,
-            outcome={"completed": "stop", "aborted": "abort"}.get(str(output.stop_reason), str(output.stop_reason)),
-            versions=[step_of(spans[0][0]), step_of(spans[-1][0])],
-            tokens=tokens,
-        )
+        outcome = {"completed": "stop", "aborted": "abort"}.get(str(output.stop_reason), str(output.stop_reason))
+        run_log.record_request(self.worker, started, outcome, [step_of(version) for version, _ in spans], tokens)
         return output
 
     # --- health -------------------------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from ray.exceptions import RayError
 from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import checks, external, hub, placeholder
-from tensorhub_plugins.verl.config import BACKEND, ROLLOUT, Options, spans_of
+from tensorhub_plugins.verl.config import BACKEND, ROLLOUT, Options
 from tensorhub_plugins.verl.trainer import replica_name
+from tensorhub_plugins.verl.versions import reported_as
 from tensorhub_plugins.vllm import drafts
 from tensorhub_plugins.vllm.ray import room
 
@@ -108,7 +109,7 @@ class VerlLauncher:
         """Return an actor that stands for the server; see external.py."""
         options = await self._known()
         rollout, expected = await asyncio.to_thread(self._expected)
-        spans = spans_of(options.spans, self._root.actor_rollout_ref.rollout)
+        spans = reported_as(options.spans, self._root.actor_rollout_ref.rollout)
         options = msgspec.structs.replace(options, spans=spans)
         handle = await external.ExternalServer.start(name, url, options, rollout, expected)
         self._joined.add(name)

@@ -18,6 +18,7 @@ from tensorhub_plugins.verl import checks, null_worker, placeholder
 from tensorhub_plugins.verl import config as configuration
 from tensorhub_plugins.verl.engine import TensorHubServer
 from tensorhub_plugins.verl.launcher import COLOCATED, VerlLauncher
+from tensorhub_plugins.verl.versions import reported_as
 from tensorhub_plugins.vllm.ray import fleet
 
 
@@ -43,7 +44,7 @@ class TensorHubReplica(vLLMReplica):
         checks.check_fleet(options, config)
         self._root, self._options, self._groups = config._get_root(), options, groups
         self._has_router = configuration.use_our_router(config)
-        spans = configuration.spans_of(options.spans, config) if self._has_router else "oldest"
+        spans = reported_as(options.spans, config) if self._has_router else "oldest"
         # self.config is this replica's own copy, and what its servers are made with.
         given = engine.engine_kwargs.get(configuration.BACKEND) or {}
         engine.engine_kwargs[configuration.BACKEND] = {**given, "spans": spans}

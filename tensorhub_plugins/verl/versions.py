@@ -44,3 +44,18 @@ def told(spans: Sequence[Span], *, split: bool) -> dict[str, Any]:
     steps = [(step_of_version(version), tokens) for version, tokens in spans]
     oldest = min(step for step, _ in steps)  # it may have gone back
     return {"global_steps": oldest, "tensorhub_spans": steps, "tensorhub_split": split}
+
+
+def reported_as(choice: str, rollout: Any) -> str:
+    """Return how samples of several versions are handed to verl's client. "auto": split where the client of this
+    trainer understands pieces (verl chooses the client by the trainer, see versions.py)."""
+    if choice != "auto":
+        return choice
+    root = rollout._get_root()
+    async_training = root.get("async_training")
+    if async_training is not None:
+        return "split" if async_training.get("partial_rollout") else "oldest"
+    trainer = root.get("trainer") or {}
+    v1 = trainer.get("v1") or {}
+    understands = trainer.get("use_v1", True) and v1.get("trainer_mode") in ("separate_async", "colocate_async")
+    return "split" if understands else "oldest"

@@ -106,8 +106,8 @@ def test_verl_is_pointed_at_our_router_unless_the_user_has_one():
     ],
 )
 def test_samples_are_split_only_where_verls_client_comes_back_for_the_rest(root, spans):
-    assert config.spans_of("auto", verl_config(**root)) == spans
-    assert config.spans_of("oldest", verl_config(**root)) == "oldest"
+    assert versions.reported_as("auto", verl_config(**root)) == spans
+    assert versions.reported_as("oldest", verl_config(**root)) == "oldest"
 
 
 # --- versions of a sample ---------------------------------------------------------------------------------------------

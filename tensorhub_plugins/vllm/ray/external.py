@@ -29,7 +29,7 @@ import aiohttp
 import msgspec
 import ray
 
-from tensorhub_plugins.core import Client, TensorHubError, UsageError, record, version_text
+from tensorhub_plugins.core import Client, TensorHubError, UsageError, record, run_log, version_text
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
@@ -328,16 +328,10 @@ class External:
             self.check()
             answer = await self._ask([int(token) for token in prompt_ids], sampling_params)
         except ServerLost:
-            record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
+            run_log.record_request(self.worker, started, "error")
             raise
-        record(
-            "request",
-            worker=self.worker,
-            seconds=time.monotonic() - started,
-            outcome=answer.finish_reason,
-            versions=[answer.spans[0][0], answer.spans[-1][0]],
-            tokens=len(answer.token_ids),
-        )
+        versions = [version for version, _ in answer.spans]
+        run_log.record_request(self.worker, started, answer.finish_reason, versions, len(answer.token_ids))
         return answer
 
     async def _ask(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Answer:
