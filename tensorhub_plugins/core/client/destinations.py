@@ -16,6 +16,7 @@ from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
 from tensorhub_plugins.core.memory.assembly import check_size, has_parts, view_of, whole_of
 from tensorhub_plugins.core.memory.claims import Claim, claim
+from tensorhub_plugins.core.memory.contents import Contents
 from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.moves import Paced, check_cover, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
@@ -109,6 +110,8 @@ class Destinations:
         self._claims: dict[Slab, Claim] = {}
         self._room = Room()
         self._offered: dict[int, ShardKey] = {}  # source shards that may be served to others
+        self._manifests: dict[int, Manifest] = {}
+        self._contents: dict[int, Contents] = {}  # by source shard, where its memory has the same stream
         self._live: LiveMemory | None = None  # `into`, once it is read into
         self.slabs: dict[int, Slab] = {}  # by source shard
         # From the pool: by source shard, and under negative numbers tensors of which several shards hold parts.
@@ -150,16 +153,26 @@ class Destinations:
     def missing(self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...]) -> tuple[int, ...]:
         """Return those that are not in place already, by their digests; the others are served from now on."""
         slab = self.slabs[key.shard]
-        repairs = self._live is not None and self._live.repairs
-        if not (repairs and manifest.has_digests and slab.specs == manifest.tensors):
+        contents = self._serving.contents.of(slab, manifest)
+        if contents is None:
             return needed
-        damaged = frozenset(slab.damaged(manifest, deadline=self.deadline))
-        for segment in needed:
-            if segment not in damaged:
-                self.verified(key.shard, segment)
-        return tuple(segment for segment in needed if segment in damaged)
+        self._manifests[key.shard], self._contents[key.shard] = manifest, contents
+        if self._live is not None and self._live.repairs:
+            hoped = needed
+        else:
+            hoped = tuple(segment for segment in needed if contents.get(segment) == manifest.digest(segment))
+        every = len(hoped) == manifest.segment_count  # these are digested by several threads
+        damaged = frozenset(slab.damaged(manifest, None if every else hoped, deadline=self.deadline))
+        in_place = frozenset(hoped) - damaged
+        for segment in sorted(in_place):
+            self.verified(key.shard, segment)
+        missing = tuple(segment for segment in needed if segment not in in_place)
+        contents.forget(missing)
+        return missing
 
     def verified(self, shard: int, segment: int) -> None:
+        if shard in self._contents:
+            self._contents[shard].note(segment, self._manifests[shard].digest(segment))
         if shard in self._offered:
             self._serving.verified(self._read, self._offered[shard], segment)
 
@@ -270,5 +283,6 @@ class Destinations:
         if self._live is not None:
             self._live.restart()
         self._live, self._room = None, Room()
-        for each in (self._offered, self.slabs, self.allocated, self._parted, self._placed):
+        held = (self._manifests, self._contents)
+        for each in (self._offered, self.slabs, self.allocated, self._parted, self._placed, *held):
             each.clear()

@@ -29,6 +29,7 @@ from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, Tens
 from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.assembly import check_whole, whole_of
+from tensorhub_plugins.core.memory.contents import KnownContents
 from tensorhub_plugins.core.memory.moves import Paced, check_cover
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
@@ -56,6 +57,7 @@ class Serving:
         self.worker = worker
         self.pool = pool
         self._budget = budget
+        self.contents = KnownContents()
         self._is_over = False
         self._disowned: UsageError | None = None
         self._shelf: Shelf[Offer] = Shelf()
