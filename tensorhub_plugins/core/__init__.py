@@ -64,10 +64,11 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.client.parts import Held, Turns, held_run, held_split
     from tensorhub_plugins.core.client.publisher import Publisher
     from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
-    from tensorhub_plugins.core.device import copy_all, on_host, settle_host, synchronize
+    from tensorhub_plugins.core.device import on_host, settle_host, synchronize
     from tensorhub_plugins.core.drivers import release_cached_memory
     from tensorhub_plugins.core.memory.adoption import forget_live_memory
     from tensorhub_plugins.core.memory.slab import Slab
+    from tensorhub_plugins.core.memory.staging import copy_all
     from tensorhub_plugins.core.memory.tensors import (
         contiguous_spec,
         flat_bytes,
@@ -84,7 +85,8 @@ _WITH_TORCH = {
     **dict.fromkeys(("Fetched", "PublishReport", "ReplicateReport", "UnpublishReport"), "client.reports"),
     "Slab": "memory.slab",
     "forget_live_memory": "memory.adoption",
-    **dict.fromkeys(("copy_all", "on_host", "settle_host", "synchronize"), "device"),
+    **dict.fromkeys(("on_host", "settle_host", "synchronize"), "device"),
+    "copy_all": "memory.staging",
     "release_cached_memory": "drivers",
     "gate": "capturing",
     "Publisher": "client.publisher",

@@ -16,12 +16,13 @@ Graphs
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from typing import Protocol, TypeVar
 
 import torch
@@ -53,6 +54,8 @@ class Device:
         self._driver = driver
         self._lock = threading.Lock()
         self._streams: dict[str, Stream] = {}  # by direction
+        self._registered: dict[int, int] = {}  # host memory: first address -> the one after the last
+        self._borders: list[int] = []  # of all that is registered, sorted
 
     def __repr__(self) -> str:
         return f"<Device {self.name}>"
@@ -100,6 +103,41 @@ class Device:
         with self.calling() as driver:
             return driver.buffer(size_bytes)
 
+    def register(self, memory: torch.Tensor, *, read_only: bool = False) -> str:
+        """Pin host memory, whole pages. Return why that failed, else "". read_only: it must not be written to."""
+        start = memory.data_ptr()
+        with self.calling() as driver:
+            reason = driver.register(memory, read_only=read_only)
+        if not reason:
+            self._note_registered(start, start + memory.numel())
+        return reason
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Undo `register`."""
+        with self.calling() as driver:
+            driver.unregister(memory)
+        self._note_registered(memory.data_ptr(), None)
+
+    def _note_registered(self, start: int, stop: int | None) -> None:
+        with self._lock:
+            registered = {first: last for first, last in self._registered.items() if first != start}
+            self._registered = registered if stop is None else {**registered, start: stop}
+            self._borders = sorted({*self._registered, *self._registered.values()})
+
+    def is_fast(self, host: torch.Tensor, known: dict[int, bool] | None = None) -> bool:
+        """Return whether copies from and to this host memory are fast. known: for many calls, the same of storages
+        that were not registered here."""
+        start = host.data_ptr()
+        index, borders = bisect_right(self._borders, start), self._borders
+        stop = self._registered.get(borders[index - 1]) if index else None
+        if stop is not None and start < stop:
+            return start + host.nbytes <= stop
+        known, storage = {} if known is None else known, host.untyped_storage().data_ptr()
+        if storage not in known:
+            with self.calling() as driver:
+                known[storage] = driver.is_fast(host)
+        return known[storage]
+
     def down(self, flats: Sequence[torch.Tensor], host: torch.Tensor, *, after: Event | None = None) -> None:
         """Copy to host memory of the same size; return when it has arrived. after: what must be done before."""
         with self.calling() as driver:
@@ -128,7 +166,9 @@ class Device:
         with self.calling() as driver:
             return driver.export_dma_buf(start, stop - start), address - start
 
-    def pieces(self, cut: Cut, ranges: Iterable[tuple[int, int]]) -> Iterator[torch.Tensor]:
+    def pieces(
+        self, cut: Cut, ranges: Iterable[tuple[int, int]], *, after: Event | None = None
+    ) -> Iterator[torch.Tensor]:
         """Yield host copies of these ranges, each valid until the next is requested, which is on its way meanwhile."""
         buffers: dict[int, torch.Tensor] = {}
         coming: tuple[Event, torch.Tensor] | None = None
@@ -139,7 +179,7 @@ class Device:
                     buffers[number % 2] = self.buffer(size_bytes)
                 host = buffers[number % 2][:size_bytes]
                 with self.calling() as driver:
-                    coming = self._queue("down", cut(start, stop), host, None), host
+                    coming = self._queue("down", cut(start, stop), host, after), host
                     if before is not None:
                         driver.wait(before[0])
                 if before is not None:
@@ -176,16 +216,22 @@ class Device:
             else:
                 if is_down:
                     driver.launch(move, group, [scratch], stream)
-                    driver.copy(scratch, host, stream)
-                else:
-                    driver.copy(host, scratch, stream)
+                self._copy(direction, scratch, host, stream)
+                if not is_down:
                     driver.launch(move, [scratch], group, stream)
                 return
         at = 0
         for flat in group:
-            part = host[at : at + flat.numel()]
+            self._copy(direction, flat, host[at : at + flat.numel()], stream)
             at += flat.numel()
-            driver.copy(*((flat, part) if is_down else (part, flat)), stream)
+
+    def _copy(self, direction: str, flat: torch.Tensor, host: torch.Tensor, stream: Stream) -> None:
+        """Queue the copies of this memory: CUDA refuses one that spans two registrations."""
+        start, borders = host.data_ptr(), self._borders
+        inside = borders[bisect_right(borders, start) : bisect_left(borders, start + host.numel())]
+        for first, last in pairwise([0, *(border - start for border in inside), host.numel()]):
+            pair = flat[first:last], host[first:last]
+            self._driver.copy(*(pair if direction == "down" else pair[::-1]), stream)
 
 
 def _groups(flats: Iterable[torch.Tensor], size_bytes_max: int) -> Iterator[tuple[list[torch.Tensor], int]]:
@@ -327,41 +373,6 @@ def settled(
             device.synchronize()
             waited.add(device)
         yield name, tensor
-
-
-def copy_flat(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy one uint8 tensor over another of the same size, after what this thread has queued, and wait for it. At least
-    one of them is on a device."""
-    origin, destination = of(source), of(target)
-    if origin is not None and destination is None:
-        origin.down([source], target, after=origin.mark())
-    elif destination is not None and origin is None:
-        destination.up(source, [target], after=destination.mark())
-    else:
-        copy_all([(target, source)])
-
-
-def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy over each target its source, any strides and devices, on this thread's stream; then wait for all of them."""
-    drivers: dict[Device, Driver] = {}
-    with contextlib.ExitStack() as calling:
-        for target, source in pairs:
-            device = of(target) or of(source)
-            if device is None:
-                target.copy_(source)
-                continue
-            if device not in drivers:
-                drivers[device] = calling.enter_context(device.calling())
-            drivers[device].copy(source, target, None)
-        for device in drivers:
-            device.synchronize()
-
-
-def host_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a contiguous copy in ordinary host memory, cast to this dtype."""
-    host = torch.empty(tensor.shape, dtype=dtype)
-    copy_all([(host, tensor.detach())])
-    return host
 
 
 def on_host(flat: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,11 @@ from tensorhub_plugins.core.kernels.launch import Computation
 _cuda: Any = torch.cuda  # much of it has no types
 
 HOST_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly, driver_types.h
+CUDA_ERRORS = {
+    1: "invalid value: Linux 6.11 to 6.13 refuses more than 2 GB at once",
+    2: "out of memory: free host memory, or raise the container's limit",
+    801: "not supported: this card cannot pin what may only be read",
+}
 
 Event = Any
 Stream = Any
@@ -80,6 +85,9 @@ class Driver(Protocol):
 
     def unregister(self, memory: torch.Tensor) -> None:
         """Undo `register`."""
+
+    def is_fast(self, host: torch.Tensor) -> bool:
+        """Return whether copies from and to this host memory are as fast as they can be."""
 
     def allocation(self, address: int) -> tuple[int, int]:
         """Return the first address and the one after the last of the allocation around this one. Raise OSError."""
@@ -142,6 +150,9 @@ class Plain:
 
     def unregister(self, memory: torch.Tensor) -> None:
         pass
+
+    def is_fast(self, host: torch.Tensor) -> bool:
+        return True
 
     def allocation(self, address: int) -> tuple[int, int]:
         return 0, 1 << 64  # not known
@@ -231,10 +242,13 @@ class Cuda(Plain):
         else:
             with contextlib.suppress(RuntimeError):  # torch's next call raises it, which clears it
                 torch.zeros(1, device=self._device)
-        return f"error {code}"
+        return f"error {code}, {CUDA_ERRORS[code]}" if code in CUDA_ERRORS else f"error {code}"
 
     def unregister(self, memory: torch.Tensor) -> None:
         _cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def is_fast(self, host: torch.Tensor) -> bool:
+        return host.is_pinned()
 
     def allocation(self, address: int) -> tuple[int, int]:
         self._get_context()

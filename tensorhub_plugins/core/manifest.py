@@ -36,6 +36,8 @@ LARGE_SIZE_BYTES = 4 << 20  # of a table, about 50,000 tensors: decoding all at 
 ELEMENTS_MAX = 1 << 62  # that torch's numbers can hold
 KEPT_OF_TABLES = ("encoded", "size_bytes", "_holds_together")  # all else is forgotten
 ALIGNMENT_BYTES = 64  # of tensors in a block: a cache line, the widest vector, and what torch's own allocator gives
+PIECE_SIZE_BYTES = 64 << 20  # of a block, or one tensor: after so many bytes a tensor begins at a page, see pinning.py
+PAGE_SIZE_BYTES = 64 << 10  # the largest that kernels have
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -215,17 +217,28 @@ class TensorTable(Sequence[TensorSpec]):
     def block_offsets(self) -> tuple[int, ...]:
         """Return where each tensor begins in an allocated block, in bytes. Part of the shm protocol: a process that is
         passed the block knows its layout from the manifest alone."""
-        return self._block_ends[:-1]
+        return self._layout[0]
 
     @property
     def block_size_bytes(self) -> int:
         """Return the size of an allocated block in bytes, paddings included."""
-        return self._block_ends[-1]
+        return self.block_borders[-1]
+
+    @property
+    def block_borders(self) -> tuple[int, ...]:
+        """Return where a block can be cut: at pages, and between tensors; 0 and its size at the ends."""
+        return self._layout[1]
 
     @cached_property
-    def _block_ends(self) -> tuple[int, ...]:
-        padded = (-(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for spec in self.specs)
-        return tuple(accumulate(padded, initial=0))
+    def _layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        starts, borders, end = [], [0], 0
+        for spec in self.specs:
+            if end > borders[-1] and end + spec.size_bytes > borders[-1] + PIECE_SIZE_BYTES:
+                end = -(-end // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+                borders.append(end)
+            starts.append(end)
+            end += -(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return tuple(starts), (*borders, end)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:

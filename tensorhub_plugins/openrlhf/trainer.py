@@ -19,7 +19,7 @@ import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import ppo_actor
 
-from tensorhub_plugins.core import Publisher, TensorSpec, contiguous_spec, release_cached_memory, version_of
+from tensorhub_plugins.core import Held, Publisher, TensorSpec, contiguous_spec, release_cached_memory, version_of
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config, parts
 from tensorhub_plugins.openrlhf.routing import SamplesGenerator
@@ -88,6 +88,8 @@ class PolicyModelActor(_Policy):
     def tensorhub_begin(self, step: int) -> int:
         """Begin an attempt on every rank, before anything is generated. Return the attempt."""
         self._publisher.begin(step)
+        if self._by_parts:
+            self._publisher.prepare(self._held())
         return self._publisher.attempt or 0
 
     def tensorhub_publish(self, step: int) -> dict[str, float]:
@@ -96,10 +98,13 @@ class PolicyModelActor(_Policy):
         if not self._publisher.in_background:  # it would wait for the device
             release_cached_memory()
         if self._by_parts:
-            metrics = self._publisher.publish_parts(step, parts.held_by_rank(self.actor.model.module, self._steps))
+            metrics = self._publisher.publish_parts(step, self._held())
         else:
             metrics = self._publisher.publish(step, self._gathered())
         return {**metrics, "attempt": float(self._publisher.attempt or 0)}
+
+    def _held(self) -> Iterator[Held]:
+        return parts.held_by_rank(self.actor.model.module, self._steps)
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, under the names of a checkpoint. With ZeRO-3 each step is a collective of all ranks."""

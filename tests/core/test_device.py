@@ -26,6 +26,7 @@ from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.memory.numa import prefer
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.staging import copy_all, copy_flat
 
 SPECS = [TensorSpec("w", "uint8", (100_000,), 100_000)]
 PATIENCE_S = 20.0
@@ -227,19 +228,6 @@ def test_what_was_pinned_is_released():
         assert not simulation.registered and simulation.calls["unregister"] == 1
 
 
-def test_one_registration_for_all_of_a_block():
-    """CUDA refuses a copy that touches two of them, or one and memory beside it. The control: two are refused here."""
-    with Simulation(0) as simulation, Slab.allocate(SPECS, pin=True) as slab:
-        content, (there,) = flats(simulation, [100_000])
-        slab.write("w", there)
-        address, size_bytes = simulation.registered.popitem()
-        simulation.registered |= {address: 4096, address + 4096: size_bytes - 4096}
-        with pytest.raises(RuntimeError, match="invalid argument"):
-            slab.write("w", there)
-        simulation.registered.clear()
-        simulation.registered[address] = size_bytes
-
-
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(caplog):
     with Simulation(0) as simulation, caplog.at_level(logging.WARNING):
         simulation.fail("register", 2)
@@ -247,7 +235,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(caplog):
             assert slab._pinned.done.wait(PATIENCE_S)
             pinning.wait_for_background(PATIENCE_S)
             slab.write("w", torch.ones(100_000, dtype=torch.uint8))
-        assert "simulated:0 cannot pin" in caplog.text and "five times as long" in caplog.text
+        assert "simulated:0 cannot pin" in caplog.text and "about half as fast" in caplog.text
         with pytest.raises(UsageError, match="cannot pin"):
             Slab.allocate(SPECS, pin=True)
 
@@ -424,7 +412,7 @@ def cuda(monkeypatch):
 
 def test_a_failed_registration_leaves_no_error_behind(cuda):
     """A10: it would be raised by the next kernel of this thread, which has done nothing wrong."""
-    assert Cuda(torch.device("cuda", 0)).register(torch.zeros(10, dtype=torch.uint8)) == "error 2"
+    assert Cuda(torch.device("cuda", 0)).register(torch.zeros(10, dtype=torch.uint8)).startswith("error 2, out of")
     assert cuda.error == 0 and cuda.cleared == 1
 
 
@@ -438,7 +426,7 @@ def test_where_the_library_is_not_found_a_launch_takes_the_error(cuda, monkeypat
     monkeypatch.setattr(drivers, "_get_last_error", lambda: None)
     memory = torch.ones(10, dtype=torch.uint8)
     monkeypatch.setattr(torch, "zeros", zeros)
-    assert Cuda(torch.device("cuda", 0)).register(memory) == "error 2"
+    assert Cuda(torch.device("cuda", 0)).register(memory).startswith("error 2, out of")
     assert launches == [2] and cuda.error == 0
 
 
@@ -575,8 +563,8 @@ def test_copies_from_anywhere_to_anywhere_follow_this_threads_stream(seed):
         live = [simulation.put(torch.zeros(100, dtype=torch.uint8), device=index) for index in (0, 1, 1)]
         host = torch.zeros(100, dtype=torch.uint8)
         simulation.kernel(live[0], 9, "engine")  # which no other stream would be ordered with
-        device.copy_all([*zip(live, content, strict=False), (host, content[3])])
+        copy_all([*zip(live, content, strict=False), (host, content[3])])
         assert [set(simulation.content(each)) for each in [*live, host]] == [{0}, {1}, {2}, {3}]
-        device.copy_flat(live[1], live[2])
+        copy_flat(live[1], live[2])
         assert set(device.on_host(live[2]).tolist()) == {1}
         simulation.check()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from mapped import mapped
 
-from tensorhub_plugins.core.device import copy_all
 from tensorhub_plugins.core.memory import pinning
+from tensorhub_plugins.core.memory.staging import copy_all
 
 GIB = 1 << 30
 

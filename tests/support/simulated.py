@@ -108,7 +108,11 @@ class Simulation:
         self.contexts: dict[int, set[str]] = {}  # device -> names of the threads that have touched it
         self.calls: Counter[str] = Counter()
         self.registered: dict[int, int] = {}  # address -> size
+        self.buffers: dict[int, int] = {}  # the same, of pinned memory that the driver has handed out
         self.read_only: set[int] = set()  # of them
+        self.registers_at_most = 1 << 60  # bytes in one call, as some kernels do
+        self.pins_read_only = True  # most cards do not
+        self.pageable_bytes = 0  # that were copied from or to host memory that is not pinned
         self.free_size_bytes = 1 << 40
         self.numa_nodes: dict[int, int] = {}  # of devices that are beside one
         self.faults: list[str] = []
@@ -293,11 +297,17 @@ class Simulation:
         for side in (source, target):
             if self._region(side.data_ptr()) is None:
                 start = side.data_ptr()
+                self.pageable_bytes += 0 if self.is_pinned(side) else side.nbytes
                 self._check_registration(start, start + span_of(side), writes=side is target)
 
         # The bytes alone: what is queued does not keep the device's memory, as it does not on a real one.
         true_target, true_source = self.true(target), self.true(source)
         self._queue("copy", device, stream, [source], [target], lambda: _set(true_target, true_source))
+
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        """Return whether this host memory is within one registration, or a buffer."""
+        start, known = host.data_ptr(), [*self.buffers.items(), *self.registered.items()]
+        return any(first <= start and start + host.nbytes <= first + size_bytes for first, size_bytes in known)
 
     def launch(
         self,
@@ -491,7 +501,12 @@ class Simulated:
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         self._simulation.called("buffer")
-        return torch.full((size_bytes,), POISON, dtype=torch.uint8)
+        held = (ctypes.c_uint8 * max(size_bytes, 1))()
+        host = torch.frombuffer(held, dtype=torch.uint8).fill_(POISON)
+        buffers, address = self._simulation.buffers, host.data_ptr()
+        buffers[address] = size_bytes
+        weakref.finalize(held, buffers.pop, address, None).atexit = False
+        return host[:size_bytes]
 
     def make_stream(self) -> str:
         self._simulation.called("make_stream")
@@ -542,6 +557,10 @@ class Simulated:
             self._simulation.called("register")
         except torch.OutOfMemoryError as error:
             return str(error)
+        if memory.numel() > self._simulation.registers_at_most:
+            return "error 1"
+        if read_only and not self._simulation.pins_read_only:
+            return "error 801"
         self._simulation.registered[memory.data_ptr()] = memory.numel()
         if read_only:
             self._simulation.read_only.add(memory.data_ptr())
@@ -551,6 +570,9 @@ class Simulated:
         self._simulation.called("unregister")
         del self._simulation.registered[memory.data_ptr()]
         self._simulation.read_only.discard(memory.data_ptr())
+
+    def is_fast(self, host: torch.Tensor) -> bool:
+        return self._simulation.is_pinned(host)
 
     def allocation(self, address: int) -> tuple[int, int]:
         self._simulation.called("allocation")

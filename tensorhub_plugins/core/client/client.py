@@ -447,6 +447,10 @@ class Client:
         calls.undone_by(lambda: self._serving.recycle(slab))
         return slab
 
+    def reserve(self, specs: Iterable[TensorSpec], count: int) -> None:
+        """Allocate memory for so many calls of `allocate` for these tensors; it is pinned by the time of those."""
+        self._serving.pool.reserve(arguments.checked_specs(specs, NEVER), count)
+
     def serving(self) -> list[types.ShardKey]:
         """Return the shards that this worker offers now, sorted."""
         check_not_forked(self._pid, "client")

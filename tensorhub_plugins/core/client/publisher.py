@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -28,7 +28,7 @@ from tensorhub_plugins.core.client.arguments import check_identity
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.client.parts import Held, Ownership
 from tensorhub_plugins.core.deadline import NEVER, Deadline, until
-from tensorhub_plugins.core.device import here, host_copy, settled
+from tensorhub_plugins.core.device import here, settled
 from tensorhub_plugins.core.digests import XXH3
 from tensorhub_plugins.core.errors import DeadlineExceeded, NotPublished, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable
@@ -36,6 +36,7 @@ from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.moves import difference, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.slices import SLICES_MAX, Slice, slices_of
+from tensorhub_plugins.core.memory.staging import host_copy
 from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec, dtype_of, spec_of
 from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.core.run_log import enabled, record, root_key
@@ -53,6 +54,9 @@ def _start_of_ranks() -> str:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     life = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     return f"{address} {port} {life}".strip()[:NAME_LENGTH_MAX]
+
+
+Pieces: TypeAlias = "dict[str, list[Slice]]"  # by tensor
 
 
 class Snapshot(NamedTuple):
@@ -146,7 +150,7 @@ class Publisher:
         self._last_seconds: float | None = None  # that the previous version took
         self._is_said = False  # the memory it takes was reported
         if model:
-            self._check_memory(sum(self._cast_spec(spec).size_bytes for spec in self._mine))
+            self._reserve(self._plain(self._pieces_of(map(self._cast_spec, self._mine))))
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # Started with the first version that is over.
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
@@ -176,6 +180,12 @@ class Publisher:
         if self._retain is not None:
             copies, across = self._retain
             self.client.retain(domains=copies, across=across, timeout_s=timeout_s)
+
+    @calls.public
+    def prepare(self, held: Iterable[Held]) -> None:
+        """Allocate the memory of the parts that `publish_parts` will be given, and pin it in the background, before the
+        first step is computed. Raise UsageError where it does not fit."""
+        self._reserve(self._plain(self._parts_of(list(held))[2]))
 
     def version(self, step: int) -> int:
         """Return the version of this step, in the attempt that was begun."""
@@ -261,6 +271,7 @@ class Publisher:
             layout=CHECKPOINT,
             bytes=slab.size_bytes,
             seconds=ended - started,
+            unpinned=slab.unpinned or None,
         )
         if enabled():  # the digests are in the manifest anyway
             digests = {root_key(self.rank, self.ranks): report.manifest.root().hex()}
@@ -302,7 +313,8 @@ class Publisher:
         """Return a slab with this rank's tensors, the tensors of all ranks, and the positions of its parts in them.
         While the names are unknown until all have passed, they are buffered in ordinary memory and copied once more."""
         ownership = Ownership(self.ranks)
-        slab, pieces = self._allocate(self._mine) if self._mine or self._is_fixed else (None, {})
+        pieces = self._pieces_of(self._mine)
+        slab = self._allocate(self._plain(pieces)) if self._mine or self._is_fixed else None
         buffered: dict[str, torch.Tensor] = {}
         passed: dict[str, TensorSpec] = {}
         twice: list[str] = []
@@ -334,17 +346,10 @@ class Publisher:
 
     def _snapshot_parts(self, version: int, held: Iterable[Held], deadline: Deadline) -> Snapshot:
         """Return a slab with this rank's parts, the whole tensors, and the positions of the parts in them."""
-        mine = list(until(deadline, held, 1))
-        whole = TensorTable.of(self._cast_spec(one.whole) for one in until(deadline, mine))
+        whole, here, pieces = self._parts_of(list(until(deadline, held, 1)), deadline)
         if self._whole and whole != self._whole:
             raise self._not_the_same(version, whole)
-        dtypes = {spec.name: dtype_of(spec) for spec in whole}
-        here = {one.whole.name: (one.tensor, one.part) for one in mine if one.tensor is not None}
-        specs = (
-            contiguous_spec(name, dtypes[name], tensor.shape) for name, (tensor, _) in until(deadline, here.items())
-        )
-        parts = {name: part for name, (_, part) in here.items() if part is not None}
-        slab, pieces = self._allocate(with_parts(specs, parts, partial(until, deadline)), deadline)
+        slab = self._allocate(self._plain(pieces), deadline)
         downloads, stays = self._downloads(slab), not self.in_background
         try:
             for name, tensor in self._settled([(name, tensor) for name, (tensor, _) in here.items()]):
@@ -354,6 +359,19 @@ class Publisher:
             slab.close()
             raise
         return Snapshot(slab, whole, _parts(pieces), downloads)
+
+    def _parts_of(
+        self, held: Sequence[Held], deadline: float = NEVER
+    ) -> tuple[TensorTable, dict[str, tuple[torch.Tensor, Part | None]], Pieces]:
+        """Return the whole tensors, what this rank has of them, and how that is published."""
+        whole = TensorTable.of(self._cast_spec(one.whole) for one in until(deadline, held))
+        dtypes = {spec.name: dtype_of(spec) for spec in whole}
+        here = {one.whole.name: (one.tensor, one.part) for one in held if one.tensor is not None}
+        specs = (
+            contiguous_spec(name, dtypes[name], tensor.shape) for name, (tensor, _) in until(deadline, here.items())
+        )
+        parts = {name: part for name, (_, part) in here.items() if part is not None}
+        return whole, here, self._pieces_of(with_parts(specs, parts, partial(until, deadline)), deadline)
 
     def _downloads(self, slab: Slab | None) -> Downloads:
         """Return what downloads everything that goes into this slab."""
@@ -366,18 +384,27 @@ class Publisher:
         the copies follow; tensors in host memory, which are read at once, always after all."""
         return settled(weights, host_only=self.in_background)
 
-    def _allocate(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> tuple[Slab, dict[str, list[Slice]]]:
-        """Return memory for these, and by name the slices in which each is published."""
-        pieces = {spec.name: self._slices_of(spec) for spec in until(deadline, specs)}
-        plain = [msgspec.structs.replace(piece.spec, part=None) for each in pieces.values() for piece in each]
-        self._check_memory(sum(spec.size_bytes for spec in plain))
-        return self.client.allocate(plain, deadline=deadline), pieces
+    def _pieces_of(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> Pieces:
+        """Return by name the slices in which each is published."""
+        return {spec.name: self._slices_of(spec) for spec in until(deadline, specs)}
 
-    def _check_memory(self, size_bytes: int) -> None:
-        """Report the memory of its share of one version, once. Raise UsageError where it does not fit."""
+    def _plain(self, pieces: Pieces) -> list[TensorSpec]:
+        """Return what memory they take."""
+        return [msgspec.structs.replace(piece.spec, part=None) for each in pieces.values() for piece in each]
+
+    def _allocate(self, plain: list[TensorSpec], deadline: float = NEVER) -> Slab:
+        self._reserve(plain)
+        return self.client.allocate(plain, deadline=deadline)
+
+    def _reserve(self, plain: list[TensorSpec]) -> None:
+        """Report the memory of its share of each version, and have it pinned where there is a device, once. Raise
+        UsageError where it does not fit."""
         if not self._is_said:
             mend = "keep fewer versions, publish them in a smaller dtype, or train on more hosts"
-            self.client.budget.check(Need(size_bytes, self.keep + 1), workers=_ranks_here(), mend=mend)
+            need = Need(sum(spec.size_bytes for spec in plain), self.keep + 1)
+            self.client.budget.check(need, workers=_ranks_here(), mend=mend)
+            if here() is not None:
+                self.client.reserve(plain, self.keep + 1)
         self._is_said = True
 
     def _cast_spec(self, spec: TensorSpec) -> TensorSpec:
@@ -405,7 +432,8 @@ class Publisher:
             if unwritten is not None and all(p.spec.name not in unwritten for p in self._slices_of(spec))
         ]
         self._mine = TensorTable.of([*kept, *(spec_of(name, tensor) for name, tensor in buffered.items())])
-        fresh, pieces = self._allocate(self._mine)
+        pieces = self._pieces_of(self._mine)
+        fresh = self._allocate(self._plain(pieces))
         for name, tensor in buffered.items():
             _write(fresh, pieces[name], tensor, Downloads())
         if slab is not None:
@@ -453,5 +481,5 @@ def _write(
         slab.write_later(piece.spec.name, piece.of(tensor), downloads, stays=stays, deadline=deadline)
 
 
-def _parts(pieces: dict[str, list[Slice]]) -> dict[str, Part]:
+def _parts(pieces: Pieces) -> dict[str, Part]:
     return {piece.spec.name: piece.spec.part for each in pieces.values() for piece in each if piece.spec.part}

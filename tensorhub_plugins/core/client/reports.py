@@ -113,6 +113,11 @@ class Fetched:
         return cls(outcome.version, outcome.layout, slabs, outcome.manifests, report, converts, wanted, release)
 
     @property
+    def unpinned(self) -> str | None:
+        """Return what of its memory a device copies at half its rate, and why, as text for users; None: nothing."""
+        return next((slab.unpinned for slab in self.slabs.values() if slab.unpinned), None)
+
+    @property
     def slab(self) -> Slab:
         """Return the only slab. Raise UsageError when the source had several shards."""
         if len(self.slabs) != 1:

@@ -60,6 +60,7 @@ class Block:
             base = _bytes_over(None, max(size_bytes, 1))
             memory = memory_of(base)
         self.memory = base  # all of it, uint8
+        self.borders = table.block_borders
         try:
             self.tensors = {
                 spec.name: _tensor_at(base, spec, offset)

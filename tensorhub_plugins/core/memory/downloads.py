@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from tensorhub_plugins.core.device import Device, copy_all, of
+from tensorhub_plugins.core.device import Device, of
 from tensorhub_plugins.core.drivers import Event
 from tensorhub_plugins.core.manifest import TensorTable
+from tensorhub_plugins.core.memory import staging
 from tensorhub_plugins.core.memory.stream_copy import StreamCopy
 from tensorhub_plugins.core.memory.tensors import flat_bytes, shaped_as, stride_of
 
@@ -28,9 +29,10 @@ ROOM_SIZE_BYTES = 1 << 30  # a large tensor and the next one: keeps the bus busy
 
 class _Coming(NamedTuple):
     device: Device
-    event: Event
+    event: Event | None
     copy: torch.Tensor  # must not be reused before the event
     size_bytes: int  # counted against the room
+    target: torch.Tensor | None = None  # not begun: a copy to memory that is not pinned returns when it is done
 
 
 class Downloads:
@@ -74,9 +76,9 @@ class Downloads:
         if found is not None:
             self._begin(device, found, target, after=device.mark())
         elif is_alike:
-            device.down([flat_bytes(source)], flat_bytes(target), after=device.mark())
+            staging.down(device, [flat_bytes(source)], flat_bytes(target), device.mark())
         else:
-            copy_all([(target, source)])
+            staging.copy_all([(target, source)])
 
     def digests(self, segment_size_bytes: int) -> bytes | None:
         """Return the XXH3-128 of each segment of the slab, joined, if they were taken on the device. Call once, after
@@ -103,8 +105,11 @@ class Downloads:
         after: Event | None,
         size_bytes: int | None = None,
     ) -> None:
-        event = device.begin_down([flat], flat_bytes(target), after=after)
-        self._coming.append(_Coming(device, event, flat, flat.numel() if size_bytes is None else size_bytes))
+        host, size_bytes = flat_bytes(target), flat.numel() if size_bytes is None else size_bytes
+        if device.is_fast(host):
+            self._coming.append(_Coming(device, device.begin_down([flat], host, after=after), flat, size_bytes))
+        else:
+            self._coming.append(_Coming(device, after, flat, size_bytes, host))
 
     def _room_of(self, device: Device) -> int:
         """Return how much is left for copies of single tensors. The first call reserves memory for the slab."""
@@ -141,6 +146,9 @@ class Downloads:
             return None
 
     def _wait_for_one(self) -> None:
-        coming = self._coming[0]
-        coming.device.wait(coming.event)
+        device, event, copy, _, host = self._coming[0]
+        if host is not None:
+            staging.down(device, [copy], host, event)
+        elif event is not None:
+            device.wait(event)
         self._coming.popleft()

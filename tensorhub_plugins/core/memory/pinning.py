@@ -1,10 +1,11 @@
 """Host memory that is pinned in the background, so that no transfer waits for it.
 
-Until it is registered it is ordinary memory, and usable. A block is registered by one call: CUDA refuses a copy that
-spans two registrations, or one and memory next to it ("invalid argument"), and others copy from our tensors. The slow
-part is the allocation of pages; that is done before, on the device's node, in pieces, between which a block can be
-released. (Huge pages are requested where a block is mapped. Those of a pool, MFD_HUGETLB, are not used: any process
-that maps such a file, or a part of it, must know the size of its pages.)
+Until it is registered it is ordinary memory, and usable. A block is registered in pieces: while one is, CUDA's driver
+keeps other processes of the host waiting, and some kernels refuse large ones. Pieces end at a page between two tensors
+(`TensorTable.block_borders`): CUDA refuses a copy that spans two registrations ("invalid argument"), and others copy
+from our tensors; our own copies are cut there (`Device`). Its pages are allocated before, on the device's node. (Huge
+pages are requested where a block is mapped. Those of a pool, MFD_HUGETLB, are not used: any process that maps such a
+file, or a part of it, must know the size of its pages.)
 """
 
 from __future__ import annotations
@@ -15,56 +16,95 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 
+from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.device import Device, here
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.machine import cores
+from tensorhub_plugins.core.manifest import PIECE_SIZE_BYTES
 from tensorhub_plugins.core.memory.block import Block
 from tensorhub_plugins.core.memory.numa import prefer
+from tensorhub_plugins.core.options import gigabytes
 
 logger = logging.getLogger(__name__)
 
 POPULATE_SIZE_BYTES = 256 << 20  # a tenth of a second: how soon a closed block is released
+PINNED_AT_ONCE_BYTES = 1 << 30  # a tenth of a second in which other processes wait for the driver
+YIELD_S = 0.01  # after each
 POPULATE_THREADS_MAX = 4  # one writes zeros at a few GB/s
 MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; Python has no name for it
 
 
 class Pinned:
     """Host memory that is registered with a device in the background; `release` it before it is unmapped. done: it is
-    registered, or never will be; then `reason` says why."""
+    registered, or never will be; then `reason` says what is not, and why."""
 
     piece_size_bytes = POPULATE_SIZE_BYTES
 
-    def __init__(self, memory: torch.Tensor, device: Device, *, is_lent: bool = False) -> None:
-        """Prepare the registration. is_lent: another process owns the memory, and only that one writes to it."""
+    def __init__(
+        self, memory: torch.Tensor, device: Device, *, borders: Sequence[int] = (), is_lent: bool = False
+    ) -> None:
+        """Prepare the registration. borders: where it may be cut; the last one is its end. is_lent: another process
+        owns the memory, and only that one writes to it."""
         self._is_lent = is_lent
         self.done = threading.Event()
         self.reason = ""
         self.device = device
         self._memory, self._pid = memory, os.getpid()
+        is_cut = borders and not memory.data_ptr() % mmap.PAGESIZE  # private memory begins anywhere
+        self._borders = [*(borders[:-1] if is_cut else [0]), memory.numel()]  # to the end of the last page
         self._lock = threading.Lock()
-        self._is_registered = self._is_released = False
+        self._released = threading.Event()
+        self._registered: list[torch.Tensor] = []
 
     def run(self) -> None:
         """Allocate the pages near the device, and register them. Called in the background, or at once."""
         if not self._is_lent:
-            self._make_all_pages()
-        with self.device.calling() as driver, self._lock:
-            if self._is_released:
-                self.reason = "it was released before"
-            else:
-                self.reason = driver.register(self._memory, read_only=self._is_lent)
-                self._is_registered = not self.reason
+            self._prefer_node()
+        borders, at, lacking, why = self._borders, 0, 0, ""
+        size_bytes_max = PINNED_AT_ONCE_BYTES
+        while at < len(borders) - 1 and not self._released.is_set():
+            last = max(bisect_right(borders, borders[at] + size_bytes_max) - 1, at + 1)
+            piece = self._memory[borders[at] : borders[last]]
+            reason = self._pin(piece)
+            if reason and last > at + 1:
+                size_bytes_max = piece.numel() // 2
+                continue
+            if reason and piece.numel() <= PIECE_SIZE_BYTES:  # no smaller one would do
+                lacking, why = lacking + borders[-1] - borders[at], reason
+                break
+            if reason:
+                lacking, why = lacking + piece.numel(), reason
+            at = last
+            self._released.wait(YIELD_S if at < len(borders) - 1 else 0)
+        if self._released.is_set():
+            self.reason = "it was released before"
+        elif lacking:
+            self.reason = f"{gigabytes(lacking)} of {gigabytes(self._memory.numel())}: {why}"
         self.done.set()
 
-    def _make_all_pages(self) -> None:
+    def _pin(self, piece: torch.Tensor) -> str:
+        if not self._is_lent:
+            self._make_all_pages(piece)
+        with self._lock:
+            if self._released.is_set():
+                return ""
+            reason = self.device.register(piece, read_only=self._is_lent)
+            if not reason:
+                self._registered.append(piece)
+            return reason
+
+    def _prefer_node(self) -> None:
         node, memory = self.device.numa_node(), self._memory
         if node is not None and (reason := prefer(memory.data_ptr(), memory.numel(), node)):
             logger.info("%s: its memory is not made on node %d: %s", self.device.name, node, reason)
+
+    def _make_all_pages(self, memory: torch.Tensor) -> None:
         pieces = list(torch.split(memory, self.piece_size_bytes))
         threads = [  # daemons, too
             threading.Thread(target=self._make_pages, args=[pieces], name="tensorhub-pages", daemon=True)
@@ -77,7 +117,7 @@ class Pinned:
 
     def _make_pages(self, pieces: list[torch.Tensor]) -> None:
         """Allocate the pages of these pieces, while there are any that no other thread has taken."""
-        while not self._is_released:
+        while not self._released.is_set():
             try:
                 piece = pieces.pop()
             except IndexError:
@@ -86,15 +126,14 @@ class Pinned:
 
     def release(self) -> None:
         """Unregister it in the background: it stays mapped until then. Idempotent; a forked child does nothing."""
-        if self._pid == os.getpid() and not self._is_released:
-            self._is_released = True
-            _in_background(self._unregister)
+        if self._pid == os.getpid() and not self._released.is_set():
+            self._released.set()
+            _in_background(self._unregister, "tensorhub-unpin")
 
     def _unregister(self) -> None:
-        with self.device.calling() as driver, self._lock:
-            if self._is_registered:
-                self._is_registered = False
-                driver.unregister(self._memory)
+        with self._lock:
+            while self._registered:
+                self.device.unregister(self._registered.pop())
         self._memory = self._memory[:0]
 
 
@@ -106,39 +145,38 @@ def pin_block(block: Block, device: Device | None = None, *, required: bool = Fa
     if device is None and not required:
         return None
     try:
-        return _pin(block.memory, device, required=required)
+        return _pin(block, device, required=required)
     except BaseException:
         block.close()
         raise
 
 
-def pin_lent(memory: torch.Tensor, device: Device) -> Pinned:
+def pin_lent(memory: torch.Tensor, device: Device, borders: Sequence[int]) -> Pinned:
     """Register memory that belongs to another process of this host, and that is only read here, in the background."""
-    pinned = Pinned(memory, device, is_lent=True)
+    pinned = Pinned(memory, device, borders=borders, is_lent=True)
     _in_background(lambda: _pin_quietly(pinned))
     return pinned
 
 
-def _pin(memory: torch.Tensor, device: Device | None, *, required: bool) -> Pinned:
+def _pin(block: Block, device: Device | None, *, required: bool) -> Pinned:
     if device is None:
         raise UsageError("pin=True, but torch finds no CUDA device")
-    pinned = Pinned(memory, device)
+    pinned = Pinned(block.memory, device, borders=block.borders)
     if not required:
         _in_background(lambda: _pin_quietly(pinned))
         return pinned
     pinned.run()
     if pinned.reason:
-        raise UsageError(f"CUDA cannot pin {memory.numel()} bytes ({pinned.reason}): raise the locked-memory limit")
+        pinned.release()
+        raise UsageError(f"{device.name} cannot pin {pinned.reason}")
     return pinned
 
 
 def _pin_quietly(pinned: Pinned) -> None:
-    size_bytes = pinned._memory.numel()
     pinned.run()
-    if pinned.reason and not pinned._is_released:
+    if pinned.reason and not pinned._released.is_set():
         _warn_once(
-            f"{pinned.device.name} cannot pin {size_bytes / 1e9:.2f} GB ({pinned.reason}): copies take about five "
-            "times as long (5 GB/s, not 25 or more). Raise the locked-memory limit, or free host memory"
+            f"{pinned.device.name} cannot pin {pinned.reason}. Copies go through pinned pieces: about half as fast"
         )
 
 
@@ -154,25 +192,27 @@ def _populate(memory: torch.Tensor) -> None:
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), MADV_POPULATE_WRITE)
 
 
-_background: tuple[int, queue.SimpleQueue[Callable[[], None]]] | None = None  # with the process's id
+_background: dict[str, tuple[int, queue.SimpleQueue[Callable[[], None]]]] = {}  # by thread, with the process's id
 _starting = threading.Lock()
 
 
-def _in_background(call: Callable[[], None]) -> None:
-    """Run the call in one background thread, in order. It is a daemon: a process that exits does not wait for pages."""
-    global _background
+def _in_background(call: Callable[[], None], thread: str = "tensorhub-pin") -> None:
+    """Run the call in a background thread, in order. It is a daemon: a process that exits does not wait for pages."""
     with _starting:
-        if _background is None or _background[0] != os.getpid():
-            _background = os.getpid(), queue.SimpleQueue()
-            threading.Thread(target=_work, args=(_background[1],), name="tensorhub-pin", daemon=True).start()
-        _background[1].put(call)
+        if thread not in _background or _background[thread][0] != os.getpid():
+            _background[thread] = os.getpid(), queue.SimpleQueue()
+            threading.Thread(target=_work, args=(_background[thread][1],), name=thread, daemon=True).start()
+        _background[thread][1].put(call)
 
 
 def wait_for_background(timeout_s: float) -> bool:
     """Wait until everything requested so far is pinned, or released. Return False after the timeout."""
-    done = threading.Event()
-    _in_background(done.set)
-    return done.wait(timeout_s)
+    deadline, all_done = Deadline.after(timeout_s), True
+    for thread in ("tensorhub-pin", "tensorhub-unpin"):
+        done = threading.Event()
+        _in_background(done.set, thread)
+        all_done &= done.wait(deadline.remaining())
+    return all_done
 
 
 def _work(calls: queue.SimpleQueue[Callable[[], None]]) -> None:

@@ -64,6 +64,12 @@ class SlabPool:
             self._handed_out[slab] = 1
         return slab
 
+    def reserve(self, specs: Iterable[TensorSpec], count: int) -> None:
+        """Allocate memory for so many later calls of `take`, as far as it would be kept. Errors as there."""
+        table = TensorTable.of(specs)
+        for slab in [self.take(table) for _ in range(min(count, POOLED_SLABS_MAX))]:
+            self.give_back(slab)
+
     def take_once(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> Slab:
         """Return host memory that is closed when it is returned. Raise ResourceRefused if there is not enough."""
         wanted = TensorTable.of(specs)

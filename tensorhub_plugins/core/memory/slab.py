@@ -35,6 +35,7 @@ from tensorhub_plugins.core.deadline import NEVER, check_time, until
 from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, NO_DIGESTS, XXH3, digest_of
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable, segment_size_for
+from tensorhub_plugins.core.memory import staging
 from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.core.memory.block import NOTHING, Block
 from tensorhub_plugins.core.memory.copying import copy_view, copy_views, digests_of_segments, digests_of_view
@@ -178,7 +179,7 @@ class Slab:
         spec, target = self._target_of(name, tensor)
         with torch.inference_mode():  # inference mode can write inference tensors and normal ones
             if tensor.is_conj() or tensor.is_neg() or stride_of(tensor) != spec.stride:
-                devices.copy_all([_as_bytes(target, tensor)])
+                staging.copy_all([_as_bytes(target, tensor)])
             elif spec.size_bytes:
                 _copy_flat(
                     flat_bytes(tensor), flat_bytes(target), deadline
@@ -400,6 +401,14 @@ class Slab:
         """Return the device that copies from and to it: its own, or the one that its host memory is pinned for."""
         return self._pinned.device if self._device is None and self._pinned is not None else self._device
 
+    @property
+    def unpinned(self) -> str:
+        """Return what of its host memory could not be pinned, and why, as text for users; "": all is, or no device
+        copies it."""
+        if self._pinned is None and self._borrowed is not None and devices.here() is not None:
+            return "what it borrows and may write to: it has a private mapping of that"
+        return "" if self._pinned is None else self._pinned.reason
+
     def flats(self, start: int, stop: int) -> list[torch.Tensor]:
         """Return the device memory of a stream range, in order, as uint8 tensors. Only for a slab on a device."""
         self._check_range(start, stop)
@@ -536,4 +545,4 @@ def _copy_flat(source: torch.Tensor, target: torch.Tensor, deadline: float) -> N
             copy_view(mine[start : start + COPIED_AT_ONCE_BYTES], theirs[start : start + COPIED_AT_ONCE_BYTES])
             check_time(deadline)
     else:
-        devices.copy_flat(source, target)
+        staging.copy_flat(source, target)

@@ -219,9 +219,11 @@ class Updater:
             self._contract.accept()
         staged = self._state.staged
         assert staged is not None
-        layout = self.position.layout if staged.fetched is None else staged.fetched.layout
-        seconds = time.monotonic() - began
-        run_log.record("install", worker=self._name, version=version, layout=layout, seconds=seconds, by=converted_by)
+        layout, unpinned = self.position.layout, None
+        if staged.fetched is not None:
+            layout, unpinned = staged.fetched.layout, staged.fetched.unpinned
+        how = {"layout": layout, "seconds": time.monotonic() - began, "by": converted_by, "unpinned": unpinned}
+        run_log.record("install", worker=self._name, version=version, **how)
         self._handle(update_state.Installed())
         return self._result(version, began, None, layout)
 

@@ -150,7 +150,7 @@ def test_who_cannot_lend_or_borrow_leaks_nothing(monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
     monkeypatch.setattr(os, "dup", lambda one: fails() if one == liveness else dup(one))
     with pytest.raises(OSError):
-        mappings.borrow(fd, liveness, loan, None, is_shared=False)
+        mappings.borrow(slab.specs, fd, liveness, loan, None, is_shared=False)
     assert len(os.listdir("/proc/self/fd")) == before
     mappings.close()
     loan.close()

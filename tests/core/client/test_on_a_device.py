@@ -12,8 +12,9 @@ from transport_suite import sample_tensors
 
 from tensorhub_plugins.core import CorruptBytes, Held, Turns, UsageError, same_bytes, spec_of
 from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.core.device import Device, copy_all
+from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.memory import pinning
+from tensorhub_plugins.core.memory.staging import copy_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -277,6 +278,26 @@ def test_borrowed_memory_is_pinned_once_and_as_long_as_its_owner_has_it(stage, d
     del fetched
     first.close()
     until(lambda: pinning.wait_for_background(60) and not device.registered)
+    device.check()
+
+
+@pytest.mark.parametrize("layout", ["runtime:f", "checkpoint"])
+def test_what_is_borrowed_is_copied_fast_by_cards_that_pin_nothing_read_only(stage, device, layout):
+    """N4: most do not. And nothing pins a checkpoint's private mapping. The control is the reader's report."""
+    device.pins_read_only = False
+    trainer, first, second = (stage.client(name, transports=("shm", "tcp")) for name in ("trainer", "one", "two"))
+    new = {"big": torch.randn(300, 400), "small": torch.randn(7)}
+    trainer.retain(0)
+    trainer.publish(1, new, layout)
+    assert first.fetch(1, (layout,), serve=True).unpinned is None
+    trainer.unpublish(1)
+    fetched = second.fetch(1, (layout,), borrow=True)
+    assert fetched.slab.kind == "borrowed" and pinning.wait_for_background(60)
+    assert ("801" if layout != "checkpoint" else "private mapping") in fetched.unpinned
+    live = there(device, {name: torch.zeros_like(tensor) for name, tensor in new.items()})
+    copy_all([(live[name], tensor) for name, tensor in fetched.tensors().items()])
+    assert_equal(device, live, new)
+    assert device.pageable_bytes == 0
     device.check()
 
 

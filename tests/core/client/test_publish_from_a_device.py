@@ -12,8 +12,10 @@ from tensorhub_plugins.core import CorruptBytes, Held, UsageError, contiguous_sp
 from tensorhub_plugins.core.capturing import acting
 from tensorhub_plugins.core.client import calls
 from tensorhub_plugins.core.client.publisher import Publisher
+from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import flat_bytes
 
 SIZE = 30_000
 COUNT = 5
@@ -35,6 +37,7 @@ def publisher_of(stage, device):
         client = stage.client("trainer")
         publisher = Publisher(client, rank=0, ranks=1, worker="trainer/0", keep=2, timeout_s=10, **options)
         made.append(publisher)
+        assert pinning.wait_for_background(60)  # a copy to memory that is not pinned is begun by the thread that waits
         return publisher
 
     yield make
@@ -275,11 +278,11 @@ def test_what_is_damaged_on_its_way_to_the_host_is_found(
     """By the readers. The control: digests of the host's memory are those of the damage, and nobody finds it."""
     if not on_the_device:
         monkeypatch.setattr(Downloads, "digests", lambda downloads, size: None)
-    hosts, begin_down = [], device.devices[0].begin_down
+    hosts, begin = [], Downloads._begin
     monkeypatch.setattr(
-        device.devices[0],
-        "begin_down",
-        lambda flats, host, **given: hosts.append(host) or begin_down(flats, host, **given),
+        Downloads,
+        "_begin",
+        lambda self, *given, **how: hosts.append(flat_bytes(given[2])) or begin(self, *given, **how),
     )
     wait = Downloads.wait
 
@@ -298,3 +301,51 @@ def test_what_is_damaged_on_its_way_to_the_host_is_found(
     else:
         arrived = rollout.fetch(1).tensors()
         assert sum(not torch.equal(arrived[name], weight.bfloat16()) for name, weight in weights.items()) == 1
+
+
+def test_memory_is_pinned_before_the_first_version(stage, device, publisher_of):
+    """N12: for two versions, where the model is known; else it is allocated before the first step, by `prepare`."""
+    publisher = publisher_of()
+    assert pinning.wait_for_background(60) and len(device.registered) == 2
+    waits = []
+    for version in (1, 2):
+        publisher.publish(version, gathered(device, waits))
+    assert len(device.registered) == 2 and device.pageable_bytes == 0
+    device.check()
+
+
+def test_parts_have_their_memory_before_the_first_step(stage, device, publisher_of):
+    publisher = publisher_of(model=[], in_background=True)
+    weight = device.put(torch.arange(SIZE, dtype=torch.uint8), "w")
+    held = [Held(contiguous_spec("w", torch.uint8, [SIZE]), weight, None)]
+    publisher.prepare(held)
+    assert pinning.wait_for_background(60) and len(device.registered) == 2
+    publisher.publish_parts(1, held)
+    publisher.settle()
+    assert len(device.registered) == 2 and device.pageable_bytes == 0
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_the_training_does_not_wait_for_copies_to_memory_that_is_not_pinned(stage, device, publisher_of, is_pinned):
+    """N12: such a copy returns when it is done. It is begun by the thread that waits for it."""
+    if not is_pinned:
+        device.registers_at_most = 0
+    driver, threads = device.devices[0]._driver, set()
+    copy = driver.copy
+
+    def copies(source, target, stream):
+        if device.of(target) is None:
+            threads.add(threading.current_thread().name)
+        return copy(source, target, stream)
+
+    driver.copy = copies
+    publisher = publisher_of(in_background=True)
+    assert pinning.wait_for_background(60)
+    publisher.publish(1, gathered(device, []))
+    publisher.settle()
+    assert is_pinned == (threading.main_thread().name in threads) and threads
+    arrived = stage.client("rollout").fetch(1).tensors()
+    assert [set(tensor.tolist()) for tensor in arrived.values()] == [{number + 1} for number in range(COUNT)]
+    slab = publisher.client.find(publisher.client.serving()[0]).slab
+    assert is_pinned == (slab.unpinned == "")
+    device.check()

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
 from simulated import Simulation
 
+from tensorhub_plugins.core.capturing import gate
+from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.machine import cores
+from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.staging import copy_all, down
 from tensorhub_plugins.core.memory.tensors import spec_of
 
 PATIENCE_S = 20.0
+MB = 1 << 20
 SIZE = 1 << 17
 
 
@@ -31,3 +38,121 @@ def test_pages_are_made_by_several_threads(monkeypatch, pieces):
     with Simulation(0), Slab.allocate([spec_of("w", torch.zeros(SIZE, dtype=torch.uint8))], pin=True):
         assert {name for name, _ in made} == {"tensorhub-pages"}
         assert sum(size_bytes for _, size_bytes in made) == SIZE
+
+
+def table_of(*sizes_mb):
+    """Tensors of so many MiB and some bytes: no border between two is a page's, if nobody sees to it."""
+    sizes = [size * MB + 64 for size in sizes_mb]
+    return TensorTable.of(TensorSpec(f"t{i:03}", "uint8", (size,), size) for i, size in enumerate(sizes))
+
+
+@pytest.fixture
+def no_pages(monkeypatch):
+    """Blocks of gigabytes take no memory: only what a test writes."""
+    monkeypatch.setattr(pinning, "_populate", lambda memory: None)
+
+
+def check_pieces(simulation, slab, size_bytes_max):
+    """Whole pages of their own, as large as allowed; each tensor in one."""
+    pieces = sorted(simulation.registered.items())
+    assert all(start % mmap.PAGESIZE == 0 and size <= size_bytes_max for start, size in pieces)
+    assert all(start + size == after for (start, size), (after, _) in pairwise(pieces))
+    for tensor in slab.tensors().values():
+        assert any(start <= tensor.data_ptr() < tensor.data_ptr() + tensor.nbytes <= start + n for start, n in pieces)
+
+
+def test_a_block_is_registered_in_pieces_between_tensors(no_pages):
+    """N3: while one is, the driver keeps all processes of the host waiting. Copies across their borders are cut."""
+    with Simulation(0) as simulation, Slab.allocate(table_of(*[100] * 25), pin=True) as slab:
+        assert len(simulation.registered) == 3 and slab._pinned.reason == ""
+        check_pieces(simulation, slab, 1 << 30)
+        memory = slab.tensors()["t000"].new_empty(0).set_(slab.tensors()["t000"].untyped_storage())
+        border = sorted(simulation.registered)[1] - memory.data_ptr()
+        around = memory[border - 5000 : border + 5000]
+        content = torch.randint(0, 256, (10_000,), dtype=torch.uint8)
+        there = simulation.put(content, "t")
+        simulation.devices[0].down([there], around)
+        simulation.devices[0].up(around, [there])
+        assert torch.equal(around, content) and simulation.calls["copy"] == 4
+        simulation.check()
+        with pytest.raises(RuntimeError, match="invalid argument"):  # the control: as one copy it is refused
+            simulation.copy(0, there, around, "down")
+
+
+def test_a_capture_begins_between_two_pieces(no_pages):
+    """And so does whatever else waits for the driver. The control is the next piece, which waits for the capture."""
+    with Simulation(0) as simulation:
+        driver, closed = simulation.devices[0]._driver, threading.Event()
+        register, capture = driver.register, threading.Thread(target=lambda: (gate.close(), closed.set()))
+
+        def register_one(memory, **how):
+            if not capture.ident:
+                capture.start()
+                while not gate.closed:
+                    capture.join(0.001)
+            return register(memory, **how)
+
+        driver.register = register_one
+        slab = Slab.allocate(table_of(*[100] * 25))
+        assert closed.wait(PATIENCE_S)
+        assert len(simulation.registered) == 1 and not slab._pinned.done.is_set()
+        gate.open()
+        assert slab._pinned.done.wait(PATIENCE_S) and len(simulation.registered) == 3
+        capture.join()
+        slab.close()
+
+
+def test_pieces_are_smaller_where_large_ones_are_refused(no_pages):
+    """Linux 6.11 to 6.13 pins no more than 2 GB at once: then nothing of ours was pinned."""
+    with Simulation(0) as simulation:
+        simulation.registers_at_most = 200 * MB
+        with Slab.allocate(table_of(*[30] * 40), pin=True) as slab:
+            assert slab._pinned.reason == ""
+            check_pieces(simulation, slab, 200 * MB)
+        with pytest.raises(UsageError, match=r"cannot pin 314\.6 MB of 377\.6 MB: error 1"):
+            Slab.allocate(table_of(30, 300, 30), pin=True)
+        slab = Slab.allocate(table_of(30, 300, 30))
+        assert slab._pinned.done.wait(PATIENCE_S)
+        pinned = [simulation.devices[0].is_fast(tensor) for tensor in slab.tensors().values()]
+        assert pinned == [True, False, True]
+        slab.close()
+        pinning.wait_for_background(PATIENCE_S)
+        assert not simulation.registered
+
+
+def test_a_device_that_pins_nothing_is_asked_once_for_each_size(no_pages):
+    with Simulation(0) as simulation:
+        simulation.registers_at_most = 0
+        slab = Slab.allocate(table_of(*[30] * 200))
+        assert slab._pinned.done.wait(PATIENCE_S)
+        assert simulation.calls["register"] < 8 and "6.3 GB of 6.3 GB" in slab._pinned.reason
+        slab.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_memory_that_is_not_pinned_goes_by_way_of_pinned_pieces(seed):
+    """N4: of any dtype and strides, up and down. The control: one copy of it is not."""
+    with Simulation(seed, piece_size_bytes=9_000) as simulation:
+        sources = [
+            torch.randn(70, 50),
+            torch.randn(50, 70).t(),
+            torch.randn(1, 1, 9_000).bfloat16(),
+            torch.randn(40, 60)[:, 7:29],
+            torch.tensor(5),
+            torch.randint(0, 256, (70_001,), dtype=torch.uint8),
+            torch.zeros(0, 4),
+        ]
+        targets = [simulation.put(torch.zeros(source.shape, dtype=source.dtype)) for source in sources[:-1]]
+        cast = simulation.put(torch.zeros(70, 50, dtype=torch.float64), "cast")
+        copy_all([*zip(targets, sources, strict=False), (cast, sources[0])])
+        for target, source in zip(targets, sources, strict=False):
+            assert torch.equal(simulation.true(target), source)
+        assert torch.equal(simulation.true(cast), sources[0].double())
+        flats = [simulation.put(part) for part in torch.split(sources[5], [1, 30_000, 40_000])]
+        host = torch.empty(70_001, dtype=torch.uint8)
+        down(simulation.devices[0], flats, host, simulation.devices[0].mark())
+        assert torch.equal(host, sources[5])
+        assert simulation.pageable_bytes == 0
+        simulation.check()
+        simulation.devices[0].up(host[:100], [flats[2][:100]])
+        assert simulation.pageable_bytes == 100

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core.device import host_copy
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.staging import host_copy
 from tensorhub_plugins.core.memory.tensors import flat_bytes
 from tensorhub_plugins.core.transports import Link, LinkProgress
 

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError
-from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.manifest import Manifest, TensorTable
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.loans import Borrowed, KeptFromChildren, Loan, bytes_over
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_lent
@@ -112,10 +112,10 @@ class _Mapping:
                 self.memory, self.kept = memoryview(mapped), KeptFromChildren(mapped)
         return self.memory
 
-    def pin(self, device: Device | None) -> None:
-        """Pin it for this device, in the background, unless that was done before."""
+    def pin(self, device: Device | None, borders: Sequence[int]) -> None:
+        """Pin it for this device, in the background, unless that was done before. borders: see `TensorTable`."""
         if self.pinned is None and device is not None and self.memory is not None:
-            self.pinned = pin_lent(bytes_over(self.memory), device)
+            self.pinned = pin_lent(bytes_over(self.memory), device, borders)
 
     def __del__(self) -> None:
         if self.pinned is not None:
@@ -149,7 +149,7 @@ class MappingCache:
             return mapping.map(fd, size_bytes) if mapping.access_count >= self._map_from else mapping.memory
 
     def borrow(
-        self, fd: int, owner_liveness_fd: int, loan: Loan, device: Device | None, *, is_shared: bool
+        self, table: TensorTable, fd: int, owner_liveness_fd: int, loan: Loan, device: Device | None, *, is_shared: bool
     ) -> Borrowed | None:
         """Return all of this file's memory, to be used in place; None where it is not safe to map it.
 
@@ -167,7 +167,7 @@ class MappingCache:
             with self._guard:
                 shared = mapping.map(fd, os.fstat(fd).st_size)
                 if shared is not None:
-                    mapping.pin(device)
+                    mapping.pin(device, table.block_borders)
                     # The pinned mapping stays until the last tensor over it is gone.
                     memory, pinned = bytes_over(shared, loan, mapping), mapping.pinned
         if memory is None:

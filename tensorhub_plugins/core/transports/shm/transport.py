@@ -186,9 +186,8 @@ class ShmLink(SocketLink):
             with ExitStack() as until_mapped:
                 until_mapped.callback(os.close, liveness_fd)
                 if lent:
-                    is_shared = self._layout != CHECKPOINT
-                    loan = Loan(lent[0])
-                    self._loan = self._mappings.borrow(fd, liveness_fd, loan, self._device, is_shared=is_shared)
+                    table, loan, is_shared = manifest.tensors, Loan(lent[0]), self._layout != CHECKPOINT
+                    self._loan = self._mappings.borrow(table, fd, liveness_fd, loan, self._device, is_shared=is_shared)
                 until_mapped.pop_all()  # taken over
             mapped = self._mappings.get_or_map(fd, liveness_fd)
             ours.pop_all()

@@ -31,7 +31,7 @@ from tensorhub_plugins.core.protocol.messages import Claim
 from tensorhub_plugins.core.types import ShardKey
 
 MAGIC = b"TENSORHB"
-PROTOCOL = 6
+PROTOCOL = 7
 NONCE_SIZE_BYTES = 16
 HELLO = struct.Struct(f"!8sHH{NONCE_SIZE_BYTES}s")  # magic, protocol version, 0, nonce of the source
 # Kind, 1: the source had to wait for it, segment, length of what follows in bytes (READY: how many segments).

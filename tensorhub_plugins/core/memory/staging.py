@@ -1,0 +1,154 @@
+"""Copies of tensors, on the host and on devices, where host memory is not pinned by way of memory that is.
+
+A copy between a device and ordinary memory is made by the driver in one thread, at a fifth of the bus's rate. Here
+several threads fill one pinned piece while the other one is on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from typing import TypeAlias
+
+import torch
+
+from tensorhub_plugins.core import resources
+from tensorhub_plugins.core.device import Device, of
+from tensorhub_plugins.core.drivers import Driver, Event
+from tensorhub_plugins.core.machine import cores
+
+THREADS_MAX = 4  # one copies 5 GB/s
+ALIGNMENT_BYTES = 64
+
+Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # target and source
+
+
+def copy_flat(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy one uint8 tensor over another of the same size, after what this thread has queued, and wait for it. At least
+    one of them is on a device."""
+    origin, destination = of(source), of(target)
+    if origin is not None and destination is None:
+        down(origin, [source], target, origin.mark())
+    else:
+        copy_all([(target, source)])
+
+
+def copy_all(pairs: Iterable[Pair]) -> None:
+    """Copy over each target its source, any strides and devices, on this thread's stream; then wait for all of them."""
+    drivers: dict[Device, Driver] = {}
+    slow: dict[Device, list[Pair]] = {}
+    pinned: dict[int, bool] = {}  # by storage
+    with contextlib.ExitStack() as calling:
+        for target, source in pairs:
+            device = of(target) or of(source)
+            if device is None:
+                target.copy_(source)
+                continue
+            if device not in drivers:
+                drivers[device] = calling.enter_context(device.calling())
+            if of(source) is None and target.shape == source.shape and not device.is_fast(source, pinned):
+                slow.setdefault(device, []).append((target, source))
+            else:
+                drivers[device].copy(source, target, None)
+        for device, some in slow.items():
+            if sum(source.nbytes for _, source in some) > device.piece_size_bytes:
+                _up(device, some)
+            else:
+                for target, source in some:
+                    drivers[device].copy(source, target, None)
+        for device in drivers:
+            device.synchronize()
+
+
+def host_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a contiguous copy in ordinary host memory, cast to this dtype."""
+    host = torch.empty(tensor.shape, dtype=dtype)
+    copy_all([(host, tensor.detach())])
+    return host
+
+
+def _filling() -> ThreadPoolExecutor:
+    return resources.pool_of(min(THREADS_MAX, cores()), "tensorhub-stage")
+
+
+@torch.inference_mode()
+def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def down(device: Device, flats: Sequence[torch.Tensor], host: torch.Tensor, after: Event | None) -> None:
+    """Do as `Device.down`."""
+    if host.nbytes <= device.piece_size_bytes or device.is_fast(host):
+        device.down(flats, host, after=after)
+        return
+    ends = list(accumulate(flat.numel() for flat in flats))
+    size_bytes = device.piece_size_bytes
+
+    def cut(start: int, stop: int) -> list[torch.Tensor]:
+        first, last = bisect_right(ends, start), bisect_left(ends, stop)
+        begins = [end - flat.numel() for end, flat in zip(ends[first : last + 1], flats[first : last + 1], strict=True)]
+        each = zip(begins, flats[first : last + 1], strict=True)
+        return [flat[max(start - begin, 0) : stop - begin] for begin, flat in each]
+
+    ranges = [(start, min(start + size_bytes, host.numel())) for start in range(0, host.numel(), size_bytes)]
+    with _filling() as pool:
+        for (start, stop), piece in zip(ranges, device.pieces(cut, ranges, after=after), strict=True):
+            part = -(-len(piece) // THREADS_MAX)
+            list(pool.map(_fill, torch.split(host[start:stop], part), torch.split(piece, part)))
+
+
+def _up(device: Device, pairs: Iterable[Pair]) -> None:
+    """Copy over each target, on the device, its source in host memory that is not pinned."""
+    events: list[Event] = []
+    with _filling() as pool, device.calling() as driver:
+        pieces = [driver.buffer(device.piece_size_bytes) for _ in range(2)]
+        try:
+            for number, batch in enumerate(_batches(pairs, device.piece_size_bytes)):
+                if number > 1:
+                    driver.wait(events[-2])
+                at, parts = 0, []
+                for _, source in batch:
+                    part = pieces[number % 2][at : at + source.nbytes]
+                    parts.append(part.view(source.dtype).view(source.shape))
+                    at += _padded(source.nbytes)
+                list(pool.map(_fill, parts, (source for _, source in batch)))
+                for (target, _), part in zip(batch, parts, strict=True):
+                    driver.copy(part, target, None)
+                events.append(driver.record(None))
+        finally:
+            for event in events[-2:]:
+                driver.wait(event)
+
+
+def _batches(pairs: Iterable[Pair], size_bytes_max: int) -> Iterator[list[Pair]]:
+    """Yield what fits into a piece, cut so that several threads have some of it."""
+    batch: list[Pair] = []
+    size_bytes = 0
+    for pair in pairs:
+        for target, source in _parts(*pair, -(-size_bytes_max // THREADS_MAX)):
+            if size_bytes + source.nbytes > size_bytes_max:
+                yield batch
+                batch, size_bytes = [], 0
+            batch.append((target, source))
+            size_bytes += _padded(source.nbytes)
+    if batch:
+        yield batch
+
+
+def _parts(target: torch.Tensor, source: torch.Tensor, size_bytes_max: int) -> Iterator[Pair]:
+    if source.nbytes <= size_bytes_max:
+        if source.numel():
+            yield target, source
+    elif len(source) == 1:
+        yield from _parts(target[0], source[0], size_bytes_max)
+    else:
+        rows = max(size_bytes_max * len(source) // source.nbytes, 1)
+        for some in zip(torch.split(target, rows), torch.split(source, rows), strict=True):
+            yield from _parts(*some, size_bytes_max)
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
