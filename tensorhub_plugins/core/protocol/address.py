@@ -107,9 +107,10 @@ def connected(host: str, port: int, deadline: Deadline) -> socket.socket:
 def first_connected(addresses: Sequence[tuple[str, int]], deadline: Deadline) -> tuple[socket.socket, int]:
     """Connect to one of these IP addresses and ports; return the socket, and which it was. Each is tried when the one
     before it has failed, and beside it when that has not answered in STAGGER_S (RFC 8305): one whose packets are
-    dropped costs no more. Raise the last one's OSError; at the deadline TimeoutError."""
+    dropped costs no more. Raise the last one's OSError, ConnectionRefusedError only if all refuse; at the deadline
+    TimeoutError."""
     trying: dict[int, tuple[socket.socket, int]] = {}
-    poll, begun, problem = select.poll(), 0, OSError("there is no address")
+    poll, begun, problems = select.poll(), 0, list[OSError]()
     next_at, ends_at = 0.0, max(deadline, time.monotonic() + CONNECT_S_MIN)
     try:
         while trying or begun < len(addresses):
@@ -119,7 +120,7 @@ def first_connected(addresses: Sequence[tuple[str, int]], deadline: Deadline) ->
                 try:
                     sock = _begin_connect(*addresses[begun - 1])
                 except OSError as error:  # nothing of its family here, or no route
-                    problem = error
+                    problems.append(error)
                     continue
                 trying[sock.fileno()] = sock, begun - 1
                 poll.register(sock, select.POLLOUT)
@@ -132,8 +133,11 @@ def first_connected(addresses: Sequence[tuple[str, int]], deadline: Deadline) ->
                 if not (number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
                     return sock, which
                 sock.close()
-                problem = OSError(number, os.strerror(number))
-        raise problem
+                problems.append(OSError(number, os.strerror(number)))
+        others = [each for each in problems if not isinstance(each, ConnectionRefusedError)]
+        if others and isinstance(problems[-1], ConnectionRefusedError):
+            raise OSError(f"{problems[-1]}; at another address of it: {others[-1]}")
+        raise problems[-1] if problems else OSError("there is no address")
     finally:
         for sock, _ in trying.values():
             sock.close()

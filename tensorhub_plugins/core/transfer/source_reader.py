@@ -15,7 +15,14 @@ from typing import TypeAlias
 
 from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.deadline import Deadline
-from tensorhub_plugins.core.errors import ResourceRefused, SourceLost, TensorHubError, UsageError, VersionGone
+from tensorhub_plugins.core.errors import (
+    ProtocolError,
+    ResourceRefused,
+    SourceLost,
+    TensorHubError,
+    UsageError,
+    VersionGone,
+)
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.moves import Move
@@ -24,7 +31,8 @@ from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.reach import at_all_hosts, is_of_one_host
 from tensorhub_plugins.core.security import tls
 from tensorhub_plugins.core.transfer import events, replication
-from tensorhub_plugins.core.transports import Link, More, Transport, choices, nothing_in_common
+from tensorhub_plugins.core.transports import Link, More, NotServable, Transport, choices, nothing_in_common
+from tensorhub_plugins.core.transports.stream.channel import Disconnected
 from tensorhub_plugins.core.transports.ways import FASTER, WAYS
 from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
 
@@ -35,7 +43,7 @@ SEGMENTS_PER_WAY = 8  # of a shard, else there is little to gain
 
 
 class _Corrupt(SourceLost):
-    """The source has other bytes than were published, over whatever endpoint."""
+    """Other bytes than were published have come: of the source, or of what is between it and this endpoint."""
 
 
 @dataclass
@@ -84,7 +92,10 @@ class SourceReader:
         self._link: Link | None = None
         self._is_open = False
         self._spare: Link | None = None  # over another of the source's endpoints, while they are measured
+        self._endpoints: list[str] = []  # of the transport that was tried last
         self._unmeasured: list[str] = []
+        self._opening_s = 0.0  # how long the source took to open
+        self._proven: Link | None = None  # bytes that were published have come over it
         self._closed = False
         self._refused = False  # the source's address refuses connections
         self._misled = False  # connected to an address that leads elsewhere from other hosts
@@ -179,7 +190,7 @@ class SourceReader:
                 self._notify(lacking)  # what this process lacks is not the fault of its source
             else:
                 text = str(error) if isinstance(error, TensorHubError) else repr(error)
-                self._lost(text)
+                self._lost(text, is_cut=isinstance(error.__cause__, Disconnected))
         except Exception as error:  # a bug of ours: raise it in the caller instead of retrying
             self._notify(error)
         finally:
@@ -239,18 +250,24 @@ class SourceReader:
         )
 
     def _open_one(self, name: str, endpoint: str, deadline: float) -> tuple[Link, Manifest]:
-        """Open what is to be read at one of these endpoints: at some of them there may be another worker here."""
-        left = endpoint.split(",")
+        """Open what is to be read at one of these endpoints. Some of them may lead to another worker, or to
+        what does not answer, which leaves half of the time to the others."""
+        left = self._endpoints = endpoint.split(",")
         while True:
+            began = time.monotonic()
+            until = deadline if len(left) == 1 else (began + deadline) / 2
             try:
-                return self._open_at(name, ",".join(left), deadline)
-            except VersionGone:
-                assert self._link is not None
-                if len(left) == 1 or self._link.peer not in left:
+                link, manifest = self._open_at(name, ",".join(left), until)
+                self._opening_s = time.monotonic() - began
+                if len(left) == 1 or manifest.root() == self.grant.root:
+                    return link, manifest
+            except (VersionGone, NotServable, SourceLost, ProtocolError):
+                if self._closed or len(left) == 1 or self._link is None or self._link.peer not in left:
                     raise
-                self._link.close()
-                WAYS.shut(self._link.peer, time.monotonic())
-                left.remove(self._link.peer)
+            assert self._link is not None
+            self._link.close()
+            WAYS.shut(self._link.peer, time.monotonic())
+            left = [each for each in left if each != self._link.peer]
 
     def _open_at(self, name: str, endpoint: str, deadline: float) -> tuple[Link, Manifest]:
         """Open what is to be read by this transport, at the best of these endpoints of the source."""
@@ -280,11 +297,14 @@ class SourceReader:
             began, took_s, limit_s = time.monotonic(), None, best_s * FASTER + self._limits.measure_s
             try:
                 took_s = self._timed(other, batch, min(self._machine.deadline, began + limit_s))
-            except _Corrupt:
-                raise
-            except SourceLost:
-                start, stop = self._segment_range(batch[0]) if batch else (0, 1)
-                WAYS.measured(endpoint, (stop - start) / limit_s, began)  # at most
+            except (SourceLost, ProtocolError) as error:
+                if self._closed or isinstance(error, _Corrupt):
+                    raise
+                if time.monotonic() < began + limit_s:
+                    WAYS.shut(endpoint, began)
+                else:
+                    start, stop = self._segment_range(batch[0])
+                    WAYS.measured(endpoint, (stop - start) / limit_s, began)  # at most
             if took_s is not None and took_s * FASTER < best_s:
                 link, other, best_s = other, link, took_s
             other.close()
@@ -294,10 +314,15 @@ class SourceReader:
         return link
 
     def _open_other(self, endpoint: str) -> Link | None:
-        """Open another endpoint of the source, if it lets us in at once. The present link is kept open meanwhile."""
+        """Open another endpoint of the source, if it takes no longer than the first. The present link is kept open
+        meanwhile."""
         self._spare, now = self._link, time.monotonic()
+        limit_s = min(self._opening_s * FASTER, self._limits.stall_s / 2) + self._limits.measure_s
         try:
-            return self._open_at(self.transport, endpoint, now + self._limits.measure_s)[0]
+            link, manifest = self._open_at(self.transport, endpoint, min(self._machine.deadline, now + limit_s))
+            if manifest.root() != self.grant.root:
+                raise SourceLost("another worker is there", peer=endpoint, phase="open")
+            return link
         except (TensorHubError, OSError) as error:
             if resources.refusal(error) is None and not self._closed:
                 WAYS.shut(endpoint, now)
@@ -341,15 +366,20 @@ class SourceReader:
             self._notify(events.Arrived(self.shard, self.grant.session, segment, intact, waited, names))
             if not intact:
                 raise _Corrupt("sent corrupt bytes", peer=self.grant.worker, phase="read")
+            self._proven = link
             yield segment
 
-    def _lost(self, why: str) -> None:
+    def _lost(self, why: str, *, is_cut: bool) -> None:
         if not self._closed:
-            self._notify(self.lost(why))
+            self._notify(self.lost(why, is_cut=is_cut))
 
-    def lost(self, why: str) -> events.Lost:
-        """Return the event that this source is lost, and whether it was ever reached."""
-        is_unreached = self._link is None or self._misled
+    def lost(self, why: str, *, is_cut: bool = False) -> events.Lost:
+        """Return the event that this source is lost, and whether it was ever reached. If it has several endpoints, the
+        next reader tries another one first, unless bytes had come over this one before the source cut it."""
+        link = self._link
+        if link is not None and len(self._endpoints) > 1 and not (is_cut and link is self._proven):
+            WAYS.shut(link.peer, time.monotonic())
+        is_unreached = link is None or self._misled
         return events.Lost(self.shard, self.grant.session, why, self._refused and is_unreached, is_unreached)
 
     def _notify(self, event: events.Event | Exception) -> None:

@@ -88,9 +88,9 @@ class TcpTransport(SocketTransport):
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> TcpLink:
         self._check_open()
-        limit = self._limits.stall_s
-        reach = partial(connect, endpoint, self.name, stall_s=limit, deadline=deadline, make=self._channel)
-        channels = connect_all(reach, FAR_STREAMS if far else self._streams)
+        reach = partial(connect, scheme=self.name, stall_s=self._limits.stall_s, deadline=deadline, make=self._channel)
+        count = FAR_STREAMS if far else self._streams
+        channels = connect_all(reach, endpoint, count)
         link = TcpLink(channels, self._offload_size_bytes)
         self._add(link)
         return link

@@ -1,8 +1,9 @@
 """What is known of the endpoints of sources that have several, of both families or of two networks. PURE.
 
-An endpoint that did not let its reader in, while another one did, is asked last for a minute. Of the others the first
-that was told counts, unless another one was measured to be clearly faster: the first read of a source gets one segment
-over each (`SourceReader._measure`).
+An endpoint that did not let its reader in, while another one did, or over which a source was lost, is asked last for a
+minute, and of several of those the one that failed first is asked before the others. Of the rest the first that was
+told counts, unless another one was measured to be clearly faster: the first read of a source gets one segment over each
+(`SourceReader._measure`).
 """
 
 from __future__ import annotations
@@ -28,23 +29,25 @@ class Ways:
     def order(self, endpoints: Sequence[str], now: float) -> list[str]:
         """Return the endpoints of one source in the order in which to try them."""
         fastest = max(self._rate(each, now) for each in endpoints)
-        return sorted(endpoints, key=lambda each: (self._is_shut(each, now), self._rate(each, now) * FASTER < fastest))
+        return sorted(endpoints, key=lambda each: (self._shut(each, now), self._rate(each, now) * FASTER < fastest))
 
     def unmeasured(self, endpoints: Sequence[str], now: float) -> list[str]:
         """Return those of one source's endpoints to measure: none when there is nothing to compare."""
-        may = [each for each in endpoints if not self._is_shut(each, now)]
+        may = [each for each in endpoints if not self._shut(each, now)]
         return may if len(may) > 1 and not all(self._rate(each, now) for each in may) else []
 
     def shut(self, endpoint: str, now: float) -> None:
-        """Note that this endpoint did not let us in."""
+        """Note that this endpoint did not let us in, or that nothing comes from there."""
         _put(self._shut_until, endpoint, now + SHUT_S)
 
     def measured(self, endpoint: str, bytes_per_s: float, now: float) -> None:
         """Note how fast bytes come from there."""
         _put(self._rates, endpoint, (bytes_per_s, now + MEASURED_S))
 
-    def _is_shut(self, endpoint: str, now: float) -> bool:
-        return now < self._shut_until.get(endpoint, now)
+    def _shut(self, endpoint: str, now: float) -> float:
+        """Return until when it is asked last; 0.0: it is not."""
+        until = self._shut_until.get(endpoint, 0.0)
+        return until if now < until else 0.0
 
     def _rate(self, endpoint: str, now: float) -> float:
         rate, until = self._rates.get(endpoint, (0.0, now))
@@ -54,8 +57,8 @@ class Ways:
 def _put(known: dict[str, T], endpoint: str, value: T) -> None:
     known.pop(endpoint, None)
     known[endpoint] = value
-    if len(known) > KNOWN_MAX:
-        del known[next(iter(known))]
+    for oldest in tuple(known)[:-KNOWN_MAX]:  # of what other threads have put meanwhile, too
+        known.pop(oldest, None)
 
 
 WAYS = Ways()  # each call is one step, so several threads may use it

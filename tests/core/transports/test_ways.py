@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from transport_helpers import KEY, served, soon
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.protocol import address
+from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.core.transports.stream import tcp_socket
-from tensorhub_plugins.core.transports.tcp import TcpTransport
+from tensorhub_plugins.core.transports.tcp import FAR_STREAMS, TcpTransport
 from tensorhub_plugins.core.transports.ways import KNOWN_MAX, MEASURED_S, SHUT_S, WAYS, Ways
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
@@ -39,6 +41,40 @@ def test_as_told_unless_another_is_clearly_faster_and_those_that_let_nobody_in_l
     assert known.order([A, B, C], later)[-1] == C
     assert known.order([A, B, C], NOW + MEASURED_S) == [A, B, C] == known.unmeasured([A, B, C], NOW + MEASURED_S)
     assert known.unmeasured([A], NOW + MEASURED_S) == [], "there is nothing to compare"
+
+
+def test_of_those_that_failed_the_one_that_failed_first_is_tried_first() -> None:
+    """Each in turn, so that one that works again is found."""
+    known = Ways()
+    for number, endpoint in enumerate((A, B, C)):
+        known.shut(endpoint, NOW + number)
+    assert known.order([C, B, A], NOW + 2) == [A, B, C]
+    known.shut(A, NOW + 3)
+    assert known.order([A, B, C], NOW + 3) == [B, C, A]
+
+
+def test_several_threads_note_what_they_have_found() -> None:
+    """With as many endpoints as are remembered, each has one forgotten: a few thousand workers in a run do so."""
+    known, problems = Ways(), list[BaseException]()
+
+    def note(thread: int) -> None:
+        try:
+            for number in range(4 * KNOWN_MAX):
+                known.measured(f"tcp://{thread}:{number}", 1.0, NOW)
+        except BaseException as error:
+            problems.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=note, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not problems and len(known._rates) <= KNOWN_MAX
 
 
 def test_what_is_known_is_bounded_and_the_oldest_is_forgotten() -> None:
@@ -139,6 +175,61 @@ def test_a_name_that_is_not_looked_up_does_not_keep_the_others_waiting(monkeypat
             assert reached("tcp://slow:1", here) == here
     finally:
         release.set()
+
+
+@pytest.mark.parametrize("nowhere", ["silent", "refuses", "unknown"])
+def test_a_name_that_is_looked_up_late_has_its_turn(monkeypatch: pytest.MonkeyPatch, nowhere: str) -> None:
+    """Beside an address that this reader does not reach. It was never looked at, at every try."""
+    asked, looked_up = socket.getaddrinfo, threading.Event()
+
+    def late(host: str, *arguments: object, **options: object) -> object:
+        if host == "unknown" or (host == "late" and options.get("flags")):
+            raise socket.gaierror(socket.EAI_NONAME, "there is none")
+        if host == "late":
+            looked_up.wait(SOON_S)
+        return asked("127.0.0.1" if host == "late" else host, *arguments, **options)  # type: ignore[arg-type]
+
+    def connects(addresses: list[tuple[str, int]], deadline: Deadline) -> object:
+        try:
+            return first_connected(addresses, deadline)
+        finally:
+            looked_up.set()
+
+    first_connected = tcp_socket.first_connected
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    monkeypatch.setattr(tcp_socket, "first_connected", connects)
+    with served(TcpTransport()) as (_, here), silent() as port:
+        there = here.replace("127.0.0.1", "late")
+        refuses = f"tcp://127.0.0.1:{shut_port()}"
+        bad = {"silent": f"tcp://127.0.0.1:{port}", "refuses": refuses, "unknown": "tcp://unknown:1"}[nowhere]
+        assert reached(bad, there) == there
+
+
+def test_all_streams_lead_to_one_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To whichever let the first one in: another one may lead to another worker."""
+    asked = list[str]()
+    connect = tcp.connect
+
+    def noted(endpoint: str, scheme: str, **options: object) -> object:
+        asked.append(endpoint)
+        return connect(endpoint, scheme, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tcp, "connect", noted)
+    with served(TcpTransport("127.0.0.2,127.0.0.3")) as (_, here), contextlib.closing(TcpTransport()) as reader:
+        both = f"{here},{here.replace('127.0.0.2', '127.0.0.3')}"
+        reader.connect(both, deadline=soon(), far=True).close()
+        assert asked == [both, *[here] * (FAR_STREAMS - 1)]
+
+
+def test_a_source_has_refused_if_it_has_at_each_of_its_addresses() -> None:
+    """The hub then takes it for ended. One of several may be another host's, seen from here."""
+    refuses, no_way = ("127.0.0.1", shut_port()), ("255.255.255.255", 1)
+    for addresses in ([refuses, no_way], [no_way, refuses]):
+        with pytest.raises(OSError, match="unreachable") as some:
+            address.first_connected(addresses, Deadline.after(SOON_S))
+        assert not isinstance(some.value, ConnectionRefusedError)
+    with pytest.raises(ConnectionRefusedError):
+        address.first_connected([refuses, refuses], Deadline.after(SOON_S))
 
 
 def test_several_addresses_are_listened_on_at_one_port_and_no_others() -> None:

@@ -18,17 +18,19 @@ from tensorhub_plugins.core.transports.stream.channel import Channel
 STREAM_SEGMENTS = 4  # that one of several streams takes at a time: few, so that all end together
 
 
-def connect_all(connect: Callable[[], Channel], count: int) -> list[Channel]:
-    """Open so many connections, or raise the first error. In parallel: over a long way each takes two round trips."""
-    if count == 1:
-        return [connect()]
-    with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(connect) for _ in range(count)]
-    channels = [future.result() for future in futures if future.exception() is None]
+def connect_all(connect: Callable[[str], Channel], endpoint: str, count: int) -> list[Channel]:
+    """Open so many connections, or raise the first error. In parallel: over a long way each takes two round trips; but
+    of several endpoints all lead to the one that lets the first of them in."""
+    channels = [connect(endpoint)] if count == 1 or "," in endpoint else []
     if len(channels) < count:
-        for channel in channels:
-            channel.close()
-        raise next(error for error in (future.exception() for future in futures) if error is not None)
+        where = channels[0].peer if channels else endpoint
+        with ThreadPoolExecutor(count) as pool:
+            futures = [pool.submit(connect, where) for _ in range(count - len(channels))]
+        channels += [future.result() for future in futures if future.exception() is None]
+        if len(channels) < count:
+            for channel in channels:
+                channel.close()
+            raise next(error for error in (future.exception() for future in futures) if error is not None)
     return channels
 
 

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
@@ -33,6 +33,7 @@ USER_TIMEOUT_MS = 90_000
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
 LOOPBACK = "127.0.0.1"
 LISTEN_LOOKUP_S = 2.0  # of this host's own name
+ACCEPTED_S = 2.0  # for an endpoint that has accepted, or is silent, where there are others that may do better
 PORT_TRIES = 16  # one that is free at an address may be taken at another one
 # Within a host nothing is lost and the path is not shared: BBR, the default of some systems, would only hold bytes back
 # (it takes 1.5 times as long). Reno is in every kernel and needs no privilege.
@@ -57,7 +58,7 @@ def connect(
         for each in left[: left.index(taken)]:
             WAYS.shut(each, time.monotonic())
         others = left[left.index(taken) + 1 :]
-        until = Deadline.after(_within(deadline) / 2) if others else deadline
+        until = Deadline.after(min(_within(deadline) / 2, ACCEPTED_S)) if others else deadline
         try:
             return greet(sock, taken, stall_s=stall_s, deadline=until, make=make)
         except (SourceLost, ProtocolError):  # another service has that address here
@@ -73,14 +74,28 @@ def _within(deadline: float, limit_s: float = math.inf) -> float:
 
 def _first_of(endpoints: Mapping[str, tuple[str, int]], deadline: Deadline) -> tuple[socket.socket, str]:
     """Connect to the first of these endpoints that lets us in; return which. Names that take long to look up do not
-    keep the others waiting. Raise OSError or ValueError."""
+    keep the others waiting, and have their turn when those do not answer. Raise OSError or ValueError."""
     names = {each: lookup(host) for each, (host, _) in endpoints.items()}
     wait(names.values(), min(deadline.remaining(), STAGGER_S) if len(names) > 1 else 0.0)
-    found = {each: name.result() for each, name in names.items() if name.done() and name.exception() is None}
-    if not found:  # raises as it says
-        first = next(iter(endpoints))
-        found = {first: resolve(endpoints[first][0], deadline)}
-    ways = [(each, (ip, endpoints[each][1])) for each, addresses in found.items() for ip in addresses]
+    late = [name for name in names.values() if not name.done()]
+    if late:
+        with contextlib.suppress(OSError):
+            return _first_found(endpoints, names, Deadline.after(min(deadline.remaining() / 2, ACCEPTED_S)))
+        wait(late, deadline.remaining(), FIRST_COMPLETED)
+    if not _found(names):  # raises as it says
+        resolve(next(iter(endpoints.values()))[0], deadline)
+    return _first_found(endpoints, names, deadline)
+
+
+def _found(names: Mapping[str, Future[tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
+    return {each: name.result() for each, name in names.items() if name.done() and name.exception() is None}
+
+
+def _first_found(
+    endpoints: Mapping[str, tuple[str, int]], names: Mapping[str, Future[tuple[str, ...]]], deadline: Deadline
+) -> tuple[socket.socket, str]:
+    """Do so with those whose names have been looked up."""
+    ways = [(each, (ip, endpoints[each][1])) for each, addresses in _found(names).items() for ip in addresses]
     sock, which = first_connected([address for _, address in ways], deadline)
     try:
         tune(sock)
