@@ -1,6 +1,6 @@
 """Whole verl runs over the store, a few steps each: both ways in every trainer that is supported, and PPO.
 
-Two minutes each, most of it imports. Pull mode with GRPO, and what kills and freezes do to it: test_verl_kill.py.
+Two minutes each, most of it imports. Pull mode with GRPO, and what kills and freezes do to it: test_verl_kill*.py.
 """
 
 import json
