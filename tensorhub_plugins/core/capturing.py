@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -73,6 +74,13 @@ class Gate:
             with self._changed:
                 self._inside -= 1
                 self._changed.notify_all()
+
+    def wait(self, deadline: float) -> bool:
+        """Return whether the calling thread may pass, at once or by the deadline."""
+        if self._owner in (None, acting()):
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: self._owner is None, max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Admit only this thread's calls to the device. Closing twice is fine. It opens at the interpreter's exit."""

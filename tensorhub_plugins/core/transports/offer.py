@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tensorhub_plugins.core.capturing import gate
 from tensorhub_plugins.core.errors import SourceLost, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.types import ShardKey
@@ -79,7 +80,8 @@ class Offer:
             )
 
     def poll_ready(self, segment: int, deadline: float) -> bool:
-        """Do as `wait_ready`, but return False at the deadline."""
+        """Do as `wait_ready`, but return False at the deadline; also of a device that captures graphs until then: its
+        memory cannot be read."""
         with self._changed:
             while not self._ready[segment]:
                 if self._withdrawn:
@@ -90,7 +92,7 @@ class Offer:
                 self._changed.wait(left)
             if self._withdrawn:
                 raise SourceLost("the source withdrew its offer", version=self.version, phase="wait")
-            return True
+        return self.slab.device is None or gate.wait(deadline)
 
     # --- readers ---
 

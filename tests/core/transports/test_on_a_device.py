@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 import time
 
 import pytest
@@ -12,8 +13,11 @@ from simulated import Simulation
 from transport_suite import ConformanceError, SimpleShelf, TransportSuite
 from transport_suite.material import read_equal
 
+from tensorhub_plugins.core.capturing import gate
 from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports import Offer
+from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
 from tensorhub_plugins.core.transports.tcp import TcpTransport
@@ -111,6 +115,47 @@ def test_over_rdma_a_device_is_copied_from_and_to_what_the_card_reads(monkeypatc
         assert torch.equal(target["w"], content)
         places = [address for way, address in copied if way == direction]
         assert places and all(any(address in known for known in registered) for address in places)
+
+
+@pytest.mark.parametrize("lies", ["on the device", "on the host"])
+def test_a_reader_hears_that_a_source_which_captures_graphs_is_alive(lies):
+    """N10: it was left after the time in which a source that is frozen is. What lies on the host is read meanwhile."""
+    limits = TransportLimits(alive_s=0.01)
+    with Simulation(0) as simulation:
+        source, target = {"w": torch.arange(5_000)}, {"w": torch.zeros(5_000, dtype=torch.int64)}
+        is_there = lies == "on the device"
+        mine = simulation.adopt_in_place(source) if is_there else Slab.adopt(source)
+        offer = Offer(ShardKey(1, "checkpoint"), mine.manifest(4_096), mine)
+        offer.mark_all_ready()
+        deadline = time.monotonic() + 60
+        with (
+            contextlib.closing(TcpTransport(limits=limits)) as serves,
+            contextlib.closing(TcpTransport(limits=limits)) as reads,
+            Slab.adopt(target) as theirs,
+            contextlib.closing(reads.connect(serves.serve(SimpleShelf(offer)), deadline=deadline)) as link,
+        ):
+            link.open(offer.key, 1, deadline=deadline)
+            heard, waiting, captures = [], link.progress.waiting, contextlib.ExitStack()
+
+            def ends():
+                captures.close()
+                gate.open()
+
+            link.progress.waiting = lambda: heard.append("alive") or ends() or waiting()
+            read = read_equal(link, range(10), theirs, deadline=deadline)
+            reader = threading.Thread(target=lambda: list(read))
+            gate.close()
+            try:
+                captures.enter_context(simulation.capturing())
+                reader.start()
+                while reader.is_alive() and gate.closed:
+                    reader.join(0.01)
+            finally:
+                ends()
+            reader.join(60)
+            assert bool(heard) == is_there and torch.equal(target["w"], torch.arange(5_000))
+        offer.withdraw()
+        simulation.check()
 
 
 def test_in_place_means_that_tests_see_what_the_device_has():
