@@ -88,10 +88,10 @@ class Device:
         with self.calling() as driver:
             driver.synchronize()
 
-    def free_size_bytes(self) -> int:
-        """Return the bytes of its memory that are not in use."""
+    def room_size_bytes(self) -> int:
+        """Return the bytes of its memory that nothing else in this process has needed so far."""
         with self.calling() as driver:
-            return driver.free_size_bytes()
+            return driver.room_size_bytes()
 
     def numa_node(self) -> int | None:
         """Return the host's NUMA node that it is attached to; None: not known."""

@@ -33,6 +33,8 @@ CUDA_ERRORS = {
     801: "not supported: this card cannot pin what may only be read",
 }
 
+ROOM_KEPT = 64  # a part of the device's memory that is never used: steps differ
+
 Event = Any
 Stream = Any
 
@@ -73,8 +75,8 @@ class Driver(Protocol):
     def synchronize(self) -> None:
         """Make the host wait for all streams of the device."""
 
-    def free_size_bytes(self) -> int:
-        """Return the bytes of memory that `scratch` can have."""
+    def room_size_bytes(self) -> int:
+        """Return the bytes of memory that `scratch` can have, and that nothing in this process has needed so far."""
 
     def numa_node(self) -> int | None:
         """Return the host's NUMA node that it is attached to; None: not known."""
@@ -139,7 +141,7 @@ class Plain:
     def synchronize(self) -> None:
         pass
 
-    def free_size_bytes(self) -> int:
+    def room_size_bytes(self) -> int:
         return 0
 
     def numa_node(self) -> int | None:
@@ -219,9 +221,11 @@ class Cuda(Plain):
     def synchronize(self) -> None:
         _cuda.synchronize(self._device)
 
-    def free_size_bytes(self) -> int:
-        free, _ = _cuda.mem_get_info(self._device)  # and what torch has cached
-        return int(free + _cuda.memory_reserved(self._device) - _cuda.memory_allocated(self._device))
+    def room_size_bytes(self) -> int:
+        # What torch has cached is in pieces, and the next step's. Its peak shows that of the last ones.
+        free, total = _cuda.mem_get_info(self._device)
+        never = free + _cuda.memory_reserved(self._device) - _cuda.max_memory_allocated(self._device)
+        return int(max(0, min(free, never) - total // ROOM_KEPT))
 
     def numa_node(self) -> int | None:
         try:

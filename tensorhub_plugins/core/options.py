@@ -73,6 +73,7 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     # Training continues while a version is copied from its GPU, and the next publish raises its error (Publisher);
     # None: where a trainer rank has a GPU.
     in_background: bool | None = None
+    device_room_bytes: int | None = None  # of its memory, for that; None: what no step has needed, 4 GiB at most
     restarts: int = 10  # of one engine before it is abandoned
     engine_timeout_s: float = 60.0  # an engine that served and has not answered for so long is restarted
     staleness_s: float | None = None  # an engine without contact to the hub for longer takes no new work
@@ -211,6 +212,8 @@ def check_training(
             f"{where}: option fleet_policy is {given.fleet_policy!r}: give a function's name, with numbers if it takes "
             "any, e.g. queue_length:16 or mypackage.mymodule.policy"
         )
+    if given.device_room_bytes is not None:
+        check_limits(given, {"device_room_bytes": (0, 1 << 40)}, where=where)
     if given.staleness_s is not None:
         check_limits(given, {"staleness_s": (1, 86_400)}, where=where)
     if "host" in given.location:

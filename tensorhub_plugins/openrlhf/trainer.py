@@ -83,6 +83,7 @@ class PolicyModelActor(_Policy):
             retain=options.retain,
             begins=True,
             in_background=options.in_background,
+            device_room_bytes=options.device_room_bytes,
         )
 
     def tensorhub_begin(self, step: int) -> int:

@@ -204,6 +204,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             retain=self.options.retain,
             begins=True,
             in_background=self.options.in_background,
+            device_room_bytes=self.options.device_room_bytes,
         )
 
 

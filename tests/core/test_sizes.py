@@ -15,7 +15,7 @@ CEILINGS = {
     "core/client": 4_850,
     "core/hub": 5_350,
     "core/kernels": 560,
-    "core/memory": 3_540,
+    "core/memory": 3_640,
     "core/protocol": 1_140,
     "core/security": 720,
     "core/transfer": 1_850,

@@ -113,7 +113,7 @@ class Simulation:
         self.registers_at_most = 1 << 60  # bytes in one call, as some kernels do
         self.pins_read_only = True  # most cards do not
         self.pageable_bytes = 0  # that were copied from or to host memory that is not pinned
-        self.free_size_bytes = 1 << 40
+        self.room_size_bytes = 1 << 40  # that nothing else has needed
         self.numa_nodes: dict[int, int] = {}  # of devices that are beside one
         self.faults: list[str] = []
         self._fails: Counter[str] = Counter()
@@ -546,8 +546,8 @@ class Simulated:
         self._simulation.called("synchronize")
         self._simulation.wait_for_all(self._index)
 
-    def free_size_bytes(self) -> int:
-        return self._simulation.free_size_bytes
+    def room_size_bytes(self) -> int:
+        return self._simulation.room_size_bytes
 
     def numa_node(self) -> int | None:
         return self._simulation.numa_nodes.get(self._index)

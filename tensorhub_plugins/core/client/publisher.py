@@ -93,8 +93,9 @@ class Publisher:
     in_background: publish returns when the copies are queued on the device, and the training goes on; the next call, or
     `settle`, waits for the rest and raises its errors, which are logged at once. The copies follow what the calling
     thread's stream has queued, and precede what it queues next, an optimizer's step for example: the weights must be
-    written on that stream only. They take up to half of the device's free memory; beyond it publish waits for them.
-    None: True if this process uses a device when the first version is published; a CPU has nothing to queue.
+    written on that stream only. They take memory of the device that no step has needed so far, 4 GiB at most, or
+    device_room_bytes; beyond it publish waits for them, and always after an allocation has failed. None: True if this
+    process uses a device when the first version is published; a CPU has nothing to queue.
 
     retain: how many copies of the newest version survive, and across what (`Client.retain`); None: as it was.
 
@@ -123,6 +124,7 @@ class Publisher:
         retain: tuple[int, Across] | None = None,
         begins: bool = False,
         in_background: bool | None = False,
+        device_room_bytes: int | None = None,
     ) -> None:
         check_identity(rank, ranks)
         if type(keep) is not int or keep < 1:
@@ -144,7 +146,7 @@ class Publisher:
         self._coming_whole = self._whole  # the same, of the one in the background
         self._published: deque[int] = deque()
         self._sent: Manifest | None = None  # of the last version
-        self._in_background, self._queued = in_background, Downloads()
+        self._in_background, self._queued, self._room_bytes = in_background, Downloads(), device_room_bytes
         self._executor: ThreadPoolExecutor | None = None
         self._coming: Future[dict[str, float]] | None = None  # the last version, in the background
         self._last_seconds: float | None = None  # that the previous version took
@@ -376,7 +378,9 @@ class Publisher:
     def _downloads(self, slab: Slab | None) -> Downloads:
         """Return what downloads everything that goes into this slab."""
         digested = slab.specs if slab is not None and self.client.digest == XXH3 else None
-        self._queued = Downloads(None, digested=digested) if self.in_background else Downloads()
+        if self._queued.lacks_room and self.in_background:
+            self._room_bytes = 0
+        self._queued = Downloads(self._room_bytes, digested=digested) if self.in_background else Downloads()
         return self._queued
 
     def _settled(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:

@@ -4,6 +4,8 @@ A tensor is first copied on the device, on the calling thread's stream, and cast
 Whatever that thread queues afterwards (the next gather, an optimizer step) comes later in the device's own order, so
 the tensor may change, or be freed, while its copy is transferred. Nothing waits on the host as long as there is memory
 for such copies. Where the device has room for a whole slab, its digests are taken in the same pass (stream_copy.py).
+
+Host tensors (of an offloaded model) are copied, and cast, by several threads before the call returns.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.device import Device, of
 from tensorhub_plugins.core.drivers import Event
+from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import TensorTable
 from tensorhub_plugins.core.memory import staging
 from tensorhub_plugins.core.memory.stream_copy import StreamCopy
@@ -24,6 +29,9 @@ from tensorhub_plugins.core.memory.tensors import flat_bytes, shaped_as, stride_
 
 logger = logging.getLogger(__name__)
 
+ROOM_SIZE_BYTES_MAX = 4 << 30  # if no more is given: the next step may need more than those before it
+FILLED_FROM_BYTES = 8 << 20  # of host memory, by a thread at a time
+HOST_THREADS_MAX = 8  # of each rank of a host; one casts 3 to 5 GB/s
 ROOM_SIZE_BYTES = 1 << 30  # a large tensor and the next one: keeps the bus busy, takes little of the device
 
 
@@ -38,8 +46,9 @@ class _Coming(NamedTuple):
 class Downloads:
     """A batch of copies that is waited for at the end of `with`. One thread adds; it or another one waits.
 
-    room_size_bytes: device memory for copies; None: half of what is free. digested: the table of a slab that receives
-    all its tensors through this object, and whose digests are wanted."""
+    room_size_bytes: device memory for copies; None: what nothing else has needed so far, ROOM_SIZE_BYTES_MAX at most.
+    digested: the table of a slab that receives all its tensors through this object, and whose digests are wanted.
+    lacks_room: the device had less; none is used after that."""
 
     def __init__(self, room_size_bytes: int | None = ROOM_SIZE_BYTES, *, digested: TensorTable | None = None) -> None:
         self._room_size_bytes = room_size_bytes
@@ -47,6 +56,8 @@ class Downloads:
         self._whole: StreamCopy | None = None
         self._coming: deque[_Coming] = deque()
         self._devices: set[Device] = set()
+        self._filling: ThreadPoolExecutor | None = None
+        self.lacks_room = False
 
     def __enter__(self) -> Downloads:
         return self
@@ -80,6 +91,20 @@ class Downloads:
         else:
             staging.copy_all([(target, source)])
 
+    def fill(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a host tensor over one of the same shape, cast to its dtype, now."""
+        if source.dtype == target.dtype:
+            if stride_of(source) == stride_of(target) and not (source.is_conj() or source.is_neg()):
+                source, target = flat_bytes(source), flat_bytes(target)
+            else:
+                target, source = staging.as_bytes(target, source)
+        if source.nbytes < FILLED_FROM_BYTES:
+            target.copy_(source)
+            return
+        if self._filling is None:
+            self._filling = resources.pool_of(min(HOST_THREADS_MAX, cores()), "tensorhub-fill")
+        list(self._filling.map(lambda pair: staging.fill(*pair), staging.parts(target, source, FILLED_FROM_BYTES)))
+
     def digests(self, segment_size_bytes: int) -> bytes | None:
         """Return the XXH3-128 of each segment of the slab, joined, if they were taken on the device. Call once, after
         `wait`: this releases their memory."""
@@ -90,6 +115,9 @@ class Downloads:
         """Wait until all copies have arrived."""
         while self._coming:
             self._wait_for_one()
+        if self._filling is not None:
+            self._filling.shutdown()
+            self._filling = None
 
     def finish(self) -> None:
         """Wait until nothing writes to the targets any more, wherever `add` was interrupted."""
@@ -114,14 +142,14 @@ class Downloads:
     def _room_of(self, device: Device) -> int:
         """Return how much is left for copies of single tensors. The first call reserves memory for the slab."""
         if self._room_size_bytes is None:
-            self._room_size_bytes = device.free_size_bytes() // 2
+            self._room_size_bytes = min(device.room_size_bytes(), ROOM_SIZE_BYTES_MAX)
         table, self._digested = self._digested, None
         if table is not None and StreamCopy.size_of(table) <= self._room_size_bytes:
             try:
                 self._whole = StreamCopy(device, table)
                 self._room_size_bytes -= StreamCopy.size_of(table)
             except torch.OutOfMemoryError:
-                logger.debug("%s has no room for a copy of %d bytes", device.name, table.size_bytes)
+                self._forgo_room(device, table.size_bytes)
         return self._room_size_bytes
 
     def _copied(
@@ -142,8 +170,13 @@ class Downloads:
                     driver.copy(source, shaped_as(target, copy), None)
                 return copy
         except torch.OutOfMemoryError:
-            logger.debug("%s has no room for a copy of %d bytes", device.name, size_bytes)
+            self._forgo_room(device, size_bytes)
             return None
+
+    def _forgo_room(self, device: Device, size_bytes: int) -> None:
+        """Take none any more: each try makes torch return what it has cached, and wait for the device."""
+        logger.info("%s has no room for a copy of %d bytes: publishes wait for copies to the host", device, size_bytes)
+        self._room_size_bytes, self.lacks_room = 0, True
 
     def _wait_for_one(self) -> None:
         device, event, copy, _, host = self._coming[0]

@@ -179,7 +179,7 @@ class Slab:
         spec, target = self._target_of(name, tensor)
         with torch.inference_mode():  # inference mode can write inference tensors and normal ones
             if tensor.is_conj() or tensor.is_neg() or stride_of(tensor) != spec.stride:
-                staging.copy_all([_as_bytes(target, tensor)])
+                staging.copy_all([staging.as_bytes(target, tensor)])
             elif spec.size_bytes:
                 _copy_flat(
                     flat_bytes(tensor), flat_bytes(target), deadline
@@ -197,13 +197,13 @@ class Slab:
     ) -> None:
         """Do as `write`, with a cast to the dtype here, of `settled` memory. A device's tensor has arrived when
         `downloads` have."""
-        if devices.of(tensor) is None:
-            self._write(name, tensor.to(self._tensors[name].dtype) if name in self._tensors else tensor, deadline)
-            return
         check_time(deadline)
         _, target = self._target_of(name, tensor, casts=True)
         with torch.inference_mode():
-            downloads.add(tensor, target, name=name, stays=stays)
+            if devices.of(tensor) is None:
+                downloads.fill(tensor, target)
+            else:
+                downloads.add(tensor, target, name=name, stays=stays)
         self.mark_written([name])
 
     @property
@@ -529,13 +529,6 @@ class Slab:
         flats[-1] = flats[-1][:take]
         flats[0] = flats[0][skip:]
         return flats
-
-
-def _as_bytes(target: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return these as bytes where that is what their elements are: torch copies some such dtypes in no other way."""
-    if tensor.element_size() > 1 or tensor.is_neg():
-        return target, tensor
-    return target.view(torch.uint8), tensor.view(torch.uint8)
 
 
 def _copy_flat(source: torch.Tensor, target: torch.Tensor, deadline: float) -> None:

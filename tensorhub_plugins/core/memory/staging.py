@@ -63,6 +63,13 @@ def copy_all(pairs: Iterable[Pair]) -> None:
             device.synchronize()
 
 
+def as_bytes(target: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return these as bytes where that is what their elements are: torch copies some such dtypes in no other way."""
+    if tensor.element_size() > 1 or tensor.is_neg():
+        return target, tensor
+    return target.view(torch.uint8), tensor.view(torch.uint8)
+
+
 def host_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a contiguous copy in ordinary host memory, cast to this dtype."""
     host = torch.empty(tensor.shape, dtype=dtype)
@@ -75,7 +82,8 @@ def _filling() -> ThreadPoolExecutor:
 
 
 @torch.inference_mode()
-def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
+def fill(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy host memory over host memory, without the GIL."""
     target.copy_(source)
 
 
@@ -97,7 +105,7 @@ def down(device: Device, flats: Sequence[torch.Tensor], host: torch.Tensor, afte
     with _filling() as pool:
         for (start, stop), piece in zip(ranges, device.pieces(cut, ranges, after=after), strict=True):
             part = -(-len(piece) // THREADS_MAX)
-            list(pool.map(_fill, torch.split(host[start:stop], part), torch.split(piece, part)))
+            list(pool.map(fill, torch.split(host[start:stop], part), torch.split(piece, part)))
 
 
 def _up(device: Device, pairs: Iterable[Pair]) -> None:
@@ -114,7 +122,7 @@ def _up(device: Device, pairs: Iterable[Pair]) -> None:
                     part = pieces[number % 2][at : at + source.nbytes]
                     parts.append(part.view(source.dtype).view(source.shape))
                     at += _padded(source.nbytes)
-                list(pool.map(_fill, parts, (source for _, source in batch)))
+                list(pool.map(fill, parts, (source for _, source in batch)))
                 for (target, _), part in zip(batch, parts, strict=True):
                     driver.copy(part, target, None)
                 events.append(driver.record(None))
@@ -128,7 +136,7 @@ def _batches(pairs: Iterable[Pair], size_bytes_max: int) -> Iterator[list[Pair]]
     batch: list[Pair] = []
     size_bytes = 0
     for pair in pairs:
-        for target, source in _parts(*pair, -(-size_bytes_max // THREADS_MAX)):
+        for target, source in parts(*pair, -(-size_bytes_max // THREADS_MAX)):
             if size_bytes + source.nbytes > size_bytes_max:
                 yield batch
                 batch, size_bytes = [], 0
@@ -138,16 +146,17 @@ def _batches(pairs: Iterable[Pair], size_bytes_max: int) -> Iterator[list[Pair]]
         yield batch
 
 
-def _parts(target: torch.Tensor, source: torch.Tensor, size_bytes_max: int) -> Iterator[Pair]:
+def parts(target: torch.Tensor, source: torch.Tensor, size_bytes_max: int) -> Iterator[Pair]:
+    """Yield the parts of a copy, each at most so large."""
     if source.nbytes <= size_bytes_max:
         if source.numel():
             yield target, source
     elif len(source) == 1:
-        yield from _parts(target[0], source[0], size_bytes_max)
+        yield from parts(target[0], source[0], size_bytes_max)
     else:
         rows = max(size_bytes_max * len(source) // source.nbytes, 1)
         for some in zip(torch.split(target, rows), torch.split(source, rows), strict=True):
-            yield from _parts(*some, size_bytes_max)
+            yield from parts(*some, size_bytes_max)
 
 
 def _padded(size_bytes: int) -> int:

@@ -12,8 +12,9 @@ from tensorhub_plugins.core import CorruptBytes, Held, UsageError, contiguous_sp
 from tensorhub_plugins.core.capturing import acting
 from tensorhub_plugins.core.client import calls
 from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.core.memory import pinning
-from tensorhub_plugins.core.memory.downloads import Downloads
+from tensorhub_plugins.core.machine import cores
+from tensorhub_plugins.core.memory import pinning, staging
+from tensorhub_plugins.core.memory.downloads import FILLED_FROM_BYTES, HOST_THREADS_MAX, Downloads
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import flat_bytes
 
@@ -194,13 +195,67 @@ def test_versions_in_the_background_follow_each_other(stage, device, publisher_o
 
 
 def test_without_room_on_the_device_a_publish_waits_and_is_right(stage, device, publisher_of):
-    device.free_size_bytes = SIZE  # half of it is less than a tensor
+    device.room_size_bytes = SIZE - 1
     publisher = publisher_of(in_background=True)
     publisher.publish(1, gathered(device, []))
     assert device.calls["scratch"] == 0
     publisher.settle()
     assert contents(stage.client("rollout"), 1) == WHOLE
     device.check()
+
+
+def test_what_no_step_has_needed_is_all_that_a_publish_takes(device, publisher_of):
+    """N6: what is free after a step is not free in the next one. The control: as much as is asked for."""
+    taken = []
+    for room, asked in ((2 * SIZE, None), (0, 4 * SIZE), (1 << 40, None)):
+        device.room_size_bytes = room
+        publisher = publisher_of(in_background=True, device_room_bytes=asked, model=[])
+        scratch, most = device.scratch, []
+
+        def counted(index, size_bytes, stream, scratch=scratch, most=most):
+            made = scratch(index, size_bytes, stream)
+            most.append(sum(r.stop - r.start for r in device._regions if r.name == "scratch"))
+            return made
+
+        device.scratch = counted
+        publisher.publish(
+            1, [(f"w{number}", device.put(torch.zeros(SIZE, dtype=torch.uint8))) for number in range(COUNT)]
+        )
+        publisher.publish(2, gathered(device, []))
+        publisher.settle()
+        device.scratch = scratch
+        taken.append(max(most))
+    assert SIZE <= taken[0] <= 2 * SIZE < taken[1] <= 4 * SIZE < COUNT * SIZE <= taken[2]
+    device.check()
+
+
+def test_one_allocation_that_fails_is_the_last(stage, device, publisher_of):
+    """N6: each makes torch return what it has cached for the training, and wait."""
+    publisher = publisher_of(in_background=True)
+    device.fail("scratch")
+    tried = []
+    for version in (1, 2, 3):
+        publisher.publish(version, gathered(device, []))
+        publisher.settle()
+        tried.append(device.calls["scratch"])
+    assert tried == [1, 1, 1] and contents(stage.client("rollout"), 3) == WHOLE
+    device.check()
+
+
+@pytest.mark.parametrize("threads", [min(HOST_THREADS_MAX, cores()), 1])
+def test_offloaded_parts_are_cast_by_several_threads(monkeypatch, threads):
+    """N8: one casts 3 to 5 GB/s, and a step waits for it. Each thread waits for all others; the control is one part."""
+    together, fill = threading.Barrier(threads), staging.fill
+
+    def at_once(target, source):
+        together.wait(20)
+        fill(target, source)
+
+    monkeypatch.setattr(staging, "fill", at_once)
+    weight = torch.randn(threads, FILLED_FROM_BYTES // 4)
+    with Slab.allocate([contiguous_spec("w", torch.bfloat16, weight.shape)]) as slab, Downloads() as downloads:
+        slab.write_later("w", weight, downloads)
+        assert torch.equal(slab.tensors()["w"], weight.bfloat16())
 
 
 def test_what_fails_in_the_background_is_said_by_the_next_call(device, publisher_of):
