@@ -16,33 +16,30 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
-import zmq
-
-from tensorhub_plugins.core import resources
-from tensorhub_plugins.core.client.connection import HubLink, end_context
+from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.deadline import Deadline
-from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError
+from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
 from tensorhub_plugins.core.hub.server import Server
+from tensorhub_plugins.core.operations import problems
+from tensorhub_plugins.core.operations.status import directive_text, fetch_status, status_text
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import hub_addresses, new_session, no_way, parse_address, resolve
+from tensorhub_plugins.core.protocol.address import new_session, parse_address
 from tensorhub_plugins.core.protocol.advertised import addresses_of
 from tensorhub_plugins.core.protocol.reach import format_address
-from tensorhub_plugins.core.security import curve, secret
+from tensorhub_plugins.core.security import secret
 from tensorhub_plugins.core.security.keys import Keys
-from tensorhub_plugins.core.types import Location, Role, check_name, parse_version, printable, version_label
+from tensorhub_plugins.core.types import Location, Role, check_name, parse_version
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
 OPEN, LOOPBACK = "tcp://0.0.0.0:7070", "tcp://127.0.0.1:7070"
 ALIVE_CHECK_S = 1.0
-CONNECTIONS_FEW = 256  # free connections of a hub; its status warns below that
-STATUS_CHECK_S = 0.1
+UNKNOWN = 2  # the exit status of `status` where no hub answers; argparse ends so, too
 # `tensorhub doctor NAME ARGUMENTS...`: the module whose `main` takes the arguments.
 DOCTORS = {"verl": "tensorhub_plugins.verl.doctor", "openrlhf": "tensorhub_plugins.openrlhf.doctor"}
 
@@ -52,12 +49,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     Characters that its output cannot encode are escaped; an output that fails ends it, without a traceback, with 1, or
     as a signal would where the reader has closed the pipe."""
+    given = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
-            return _main(sys.argv[1:] if arguments is None else arguments)
+            return _main(given)
         finally:
             if sys.stdout is not None:  # closed by the parent process
                 sys.stdout.flush()
@@ -67,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         _discard_output()
         _say(f"tensorhub: {error}")
-        return 1
+        return _failure(given)
 
 
 def _say(text: str) -> None:
@@ -114,9 +112,7 @@ def _main(arguments: list[str]) -> int:
     keygen.add_argument(
         "--from", dest="source", type=Path, metavar="FILE", help="the secret that a role's key is made from"
     )
-    status = commands.add_parser("status", help="models, versions, holders, leases of a running hub")
-    _add_hub(status, timeout_s=5.0)
-    status.add_argument("--json", action="store_true", help="for machines")
+    _add_status(commands)
     for name, words in (
         ("pin", "all followers go to this version and stay there; newer ones wait"),
         ("unpin", "all followers go on to the newest version"),
@@ -137,7 +133,12 @@ def _main(arguments: list[str]) -> int:
         return _run(parser, parser.parse_args(arguments))
     except TensorHubError as error:
         _say(f"tensorhub: {error}")
-        return 1
+        return _failure(arguments)
+
+
+def _failure(arguments: list[str]) -> int:
+    """Return the exit status of a command that came to nothing: of one that says whether all is well not the 1."""
+    return UNKNOWN if arguments[:1] in (["status"],) else 1
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -154,13 +155,23 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not options.hub:
         parser.error(f"{options.command} needs --hub tcp://host:port or {HUB_ENVIRONMENT}")
     if options.command == "status":
-        report = fetch_status(options.hub, timeout_s=options.timeout, keys=_keys(options))
-        print(json.dumps(report, indent=2) if options.json else status_text(report))
-    else:
-        version = 0 if options.command == "unpin" else parse_version(options.version)
-        keys, timeout_s = _keys(options), options.timeout
-        print(direct(options.hub, options.run, options.model, options.command, version, timeout_s, keys))
+        return show_status(options)
+    version = 0 if options.command == "unpin" else parse_version(options.version)
+    keys, timeout_s = _keys(options), options.timeout
+    print(direct(options.hub, options.run, options.model, options.command, version, timeout_s, keys))
     return 0
+
+
+def show_status(options: argparse.Namespace) -> int:
+    """Print the state of a hub, and return 1 if something is wrong."""
+    report = fetch_status(options.hub, timeout_s=options.timeout, keys=_keys(options))
+    hub = "" if options.hub == os.environ.get(HUB_ENVIRONMENT) else options.hub
+    found = problems.find(report, hub=hub, late_s=options.late)
+    if options.format == "json":
+        print(json.dumps({**report, "problems": [each._asdict() for each in found]}, indent=2))
+    else:
+        print(status_text(report, found))
+    return int(bool(found))
 
 
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:
@@ -178,6 +189,19 @@ def _add_hub(command: argparse.ArgumentParser, *, timeout_s: float) -> None:
     command.add_argument("--hub", default=hub, help=f"tcp://host:port (or {HUB_ENVIRONMENT})")
     command.add_argument("--timeout", type=_seconds, default=timeout_s, metavar="S", help="to wait for the hub")
     _add_secret(command)
+
+
+def _add_status(commands: Any) -> None:
+    status = commands.add_parser(
+        "status",
+        help="what is wrong; models, versions, workers, leases of a running hub",
+        epilog="Ends with 0 if nothing is wrong, 1 if something is, 2 if that is not known: the hub does not answer.",
+    )
+    _add_hub(status, timeout_s=5.0)
+    status.add_argument("--format", choices=("text", "json"), default="text", help="(default: %(default)s)")
+    status.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
+    words = "seconds after which a follower with a newer version to install is late (default: %(default)g)"
+    status.add_argument("--late", type=_seconds, default=problems.LATE_S, metavar="S", help=words)
 
 
 def _seconds(text: str) -> float:
@@ -349,70 +373,6 @@ def _framework_doctor(name: str, arguments: list[str]) -> int:
     return int(doctor.main(arguments))
 
 
-def fetch_status(address: str, *, timeout_s: float = 5.0, keys: Keys | None = None) -> dict[str, Any]:
-    """Return the hub's report. Raise HubUnreachable when none answers in time, UsageError when it does not admit us, or
-    its name does not exist. address: one or several, separated by commas, which share timeout_s."""
-    deadline, addresses = Deadline.after(timeout_s), hub_addresses(address)
-    keys = secret.given(keys)
-    problems: list[TensorHubError] = []
-    for number, each in enumerate(addresses):
-        left_s = deadline.remaining() / (len(addresses) - number)
-        try:
-            return _fetch_status(each, Deadline.after(left_s), keys)
-        except HubUnreachable as error:
-            problems.append(error)
-        except UsageError as error:
-            if len(addresses) == 1:
-                raise
-            problems.append(error)
-    *_, last = problems
-    raise last.within(last.message, peer=address, phase="status", timeout_s=timeout_s)
-
-
-@resources.named()
-def _fetch_status(address: str, deadline: Deadline, keys: Keys | None) -> dict[str, Any]:
-    host, port = parse_address(address, "tcp")
-    try:
-        found = resolve(host, deadline)
-    except (OSError, ValueError) as error:
-        raise no_way(address, error) from error
-    resources.try_for_zmq()
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    curve.guard_client(socket, keys)
-    handshakes = curve.Handshakes(socket, address, keys)
-    try:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.IDENTITY, new_session())
-        socket.setsockopt(zmq.MAXMSGSIZE, messages.FROM_HUB_SIZE_BYTES_MAX)
-        try:
-            for each in found:  # ZeroMQ asks the first one that admits us
-                handshakes.connect(each, port)
-        except zmq.ZMQError as error:
-            raise UsageError(f"{address!r} is no hub address: use tcp://host:port") from error
-        wanted = zmq.POLLOUT
-        while deadline.remaining():
-            ready = socket.poll(int(1000 * min(STATUS_CHECK_S, deadline.remaining())), wanted)
-            if ready & zmq.POLLOUT:
-                socket.send(messages.encode(messages.AskStatus(1)))
-                wanted = zmq.POLLIN
-            elif ready:
-                reply = messages.decode_from_hub(socket.recv())
-                if isinstance(reply, messages.Status):
-                    return reply.report
-                if isinstance(reply, messages.Refused):
-                    raise UsageError(f"the hub refuses it: {printable(reply.message)}", peer=address, phase="status")
-            problem = handshakes.problem(time.monotonic())
-            if problem is not None:
-                raise UsageError(problem, phase="status")
-        raise HubUnreachable("no hub answers", peer=address, phase="status")
-    finally:
-        handshakes.close()
-        socket.close()
-        end_context(context)
-
-
 def direct(
     address: str, run: str, model: str, command: str, version: int, timeout_s: float, keys: Keys | None = None
 ) -> str:
@@ -441,95 +401,6 @@ def direct(
         return directive_text(run, model, link.directive.pin, link.directive.withdrawn)
     finally:
         link.close()
-
-
-def directive_text(run: str, model: str, pin: int | None, withdrawn: Sequence[int]) -> str:
-    """Return one line for users."""
-    words = f"{run}/{model}: " + (
-        f"version {version_label(pin)} is pinned" if pin else "no version is pinned, followers run the newest"
-    )
-    return f"{words}; withdrawn: {', '.join(map(version_label, withdrawn))}" if withdrawn else words
-
-
-def _escaped(found: Any) -> Any:
-    """Return it without characters that control how it is printed: any hub may have sent it."""
-    match found:
-        case str():
-            return printable(found)
-        case dict():
-            return {_escaped(key): _escaped(value) for key, value in found.items()}
-        case list():
-            return [_escaped(each) for each in found]
-        case _:
-            return found
-
-
-def _worker_lines(worker: dict[str, Any]) -> list[str]:
-    host = worker["location"]["host"] or "host unknown"
-    holds = f"[{', '.join(map(version_label, worker['holds']))}]" if worker["holds"] else "nothing"
-    line = (
-        f"  worker {worker['worker']} on {host}: holds {holds}, "
-        f"{worker['bytes_held'] / 1e6:.1f} MB, heard {worker['last_heard_s']:.1f} s ago"
-    )
-    lines = [line]
-    if corrupt := worker.get("corrupt_segments"):
-        lines.append(f"    readers got {corrupt} corrupt segments from it: see its log and theirs")
-    if refuses := worker.get("refuses"):
-        why = refuses["why"] or "its log says why"
-        lines.append(f"    it cannot install version {version_label(refuses['version'])}: {why}")
-    if worker.get("unreached"):
-        lines.append(f"    {worker['unreached']}")
-    return lines
-
-
-def status_text(report: dict[str, Any]) -> str:
-    """Return the report as text for users."""
-    report = _escaped(report)
-    lines = [f"hub {report['hub'][:8]}, up {report['up_s']:.0f} s, {len(report['models'])} models"]
-    if (room := report.get("connections_left", CONNECTIONS_FEW)) < CONNECTIONS_FEW:
-        lines.append(f"room for {room} more connections: raise the hub's limit of open files (ulimit -Hn)")
-    for model in report["models"]:
-        newest = version_label(model["newest"]) if model["newest"] else "none"
-        lines.append(f"\n{model['run']}/{model['model']}: newest version {newest}")
-        if model.get("attempt"):
-            lines.append(
-                f"  the trainer is in attempt {model['attempt']}: versions are attempt/step, those of 0 a step"
-            )
-        pin, withdrawn = model.get("pinned"), model.get("withdrawn", [])
-        if pin or withdrawn:
-            lines.append(f"  {directive_text(model['run'], model['model'], pin, withdrawn)}")
-        if pin and not any(version["visible"] for version in model["versions"] if version["version"] == pin):
-            lines.append(f"  nobody holds version {version_label(pin)}: unpin it, or pin another")
-        for version in model["versions"]:
-            state = "visible" if version["visible"] else "not visible"
-            if version["version"] in withdrawn:
-                state = "withdrawn"
-            elif version["version"] == pin:
-                state = f"{state}, pinned"
-            lines.append(f"  version {version_label(version['version'])} ({state})")
-            lines += [f"    {layout}: {', '.join(workers)}" for layout, workers in version["layouts"].items()]
-        lines += [line for worker in model["workers"] for line in _worker_lines(worker)]
-        if model.get("over_budget"):
-            names = (
-                f"{x['worker']} {x['bytes'] / 1e6:.1f} MB of {x['versions']} versions" for x in model["over_budget"]
-            )
-            lines.append(
-                f"  published {model['bytes_published'] / 1e6:.1f} MB, above the budget of "
-                f"{model['budget_bytes'] / 1e6:.1f} MB: {', '.join(names)}"
-            )
-        for missing in model.get("missing_copies", ()):
-            lines.append(f"  version {version_label(missing['version'])} {missing['why']}")
-        for lease in model["leases"]:
-            sources = ", ".join(sorted(set(lease["sources"].values())))
-            lines.append(
-                f"  lease: {lease['reader']} reads version {version_label(lease['version'])} {lease['layout']} "
-                f"from {sources}, {lease['seconds_left']:.0f} s left"
-            )
-        if model.get("left_out"):
-            lines.append(f"  and {model['left_out']} more entries, for which there is no room")
-    if report.get("left_out"):
-        lines.append(f"\nand {report['left_out']} more models, for which there is no room")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

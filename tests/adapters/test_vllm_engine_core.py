@@ -280,7 +280,7 @@ def test_a_version_that_the_worker_refuses_is_fetched_once(
 def _shown(hub: Server) -> list[str]:
     """What `tensorhub status` says of refusals."""
     lines = status_text(fetch_status(hub.address)).splitlines()
-    return [line.strip().partition(" [")[0] for line in lines if "cannot install" in line]
+    return [line.strip().partition(" [")[0] for line in lines if "it cannot install" in line]
 
 
 def test_patience_ends(following: Any, hub: Server) -> None:

@@ -21,6 +21,7 @@ class Engine:
         self.gone = []
         self.fetching = 0
         self.error = None
+        self.failures = []
 
     async def rpc(self, method, *args):
         self.calls.append(method.removeprefix("tensorhub_"))
@@ -81,7 +82,8 @@ def follow(engine, answers, **options):
     heard = iter(answers)
     asked = []
 
-    def target(installed, *, refused, pins, timeout_s):
+    def target(installed, *, refused, pins, failure, timeout_s):
+        engine.failures.append(failure)
         asked.append((installed, tuple(refused)) if refused else installed)
         answer = next(heard, Done())
         if callable(answer):
@@ -123,6 +125,10 @@ def test_a_version_that_does_not_arrive_stops_nobody():
     assert engine.calls == ["start_fetch", "poll", "poll", "discard"]  # the other worker had it
     assert follower.version == 0 and not engine.is_paused
     assert asked == [0, 0]
+    assert engine.failures[0] == "" and "VersionGone: superseded" in engine.failures[1]  # the hub hears of it
+    engine.fails.clear()
+    follow(engine, [4, 5])
+    assert engine.failures[2:] == ["", "", ""]
 
 
 def test_an_install_that_never_began_goes_on_with_the_old_version():

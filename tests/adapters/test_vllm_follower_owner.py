@@ -40,7 +40,9 @@ class FakeHub:
         self.newest, self.pinned = newest, pinned
         self.withdrawn: set[int] = set()
 
-    def target(self, installed: int, *, refused: Sequence[int] = (), pins: bool = True, timeout_s: float) -> int:
+    def target(
+        self, installed: int, *, refused: Sequence[int] = (), pins: bool = True, failure: str = "", timeout_s: float
+    ) -> int:
         version = self.pinned if self.pinned and pins else self.newest
         back = (self.pinned and pins) or installed in self.withdrawn
         if version in (0, installed) or (version < installed and not back):
@@ -387,7 +389,9 @@ def test_an_engine_that_was_started_again_catches_up_before_it_answers(
 
 def test_an_engine_that_was_started_again_and_refuses_all_there_is_says_so() -> None:
     class Hub(FakeHub):
-        def target(self, installed: int, *, refused: Sequence[int] = (), pins: bool = True, timeout_s: float) -> int:
+        def target(
+            self, installed: int, *, refused: Sequence[int] = (), pins: bool = True, failure: str = "", timeout_s: float
+        ) -> int:
             if held := {3, 4} - set(refused):
                 return max(held)
             raise NotPublished("no other one")

@@ -26,6 +26,7 @@ LAYERS = [
     {"hub", "transports"},
     {"transfer"},
     {"client"},
+    {"operations"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
@@ -58,6 +59,7 @@ PURE = {
     "hub.report",
     "hub.selection",
     "hub.metrics",
+    "hub.standing",
     "hub.state",
     "hub.unreached",
     "hub.waiters",
@@ -71,6 +73,7 @@ PURE = {
     "transports.limits",
     "client.session",
     "client.shelf",
+    "operations.problems",
 }
 PURE_IN_ADAPTERS = {
     "vllm.drafts",
@@ -92,7 +95,8 @@ SHELLS_OF_THE_HUB = {"core.hub.server", "core.hub.exposition", "core.hub.__init_
 # All that pure modules need. What is not here has a clock, chance, a socket, a thread, or is torch.
 LIBRARIES_OF_PURE = {
     "__future__", "bisect", "blake3", "collections", "dataclasses", "difflib", "enum", "functools", "heapq",
-    "itertools", "math", "hashlib", "hmac", "msgspec", "re", "typing", "typing_extensions", "weakref", "xxhash", "zlib",
+    "itertools", "math", "hashlib", "hmac", "msgspec", "re", "shlex", "typing", "typing_extensions", "weakref",
+    "xxhash", "zlib",
 }  # fmt: skip
 # Of ours, beside each other. `Deadline` asks the clock.
 HELPERS_OF_PURE = {

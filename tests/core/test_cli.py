@@ -144,7 +144,8 @@ def test_a_trainer_that_started_again_is_shown_by_attempt_and_step(hub_with_vers
     assert main(["status"]) == 0
     text = capsys.readouterr().out
     for words in (
-        "r/actor: newest version 1/2\n  the trainer is in attempt 1: versions are attempt/step, those of 0 a step",
+        "r/actor: newest version 1/2, published 0 s ago\n"
+        "  the trainer is in attempt 1: versions are attempt/step, those of 0 a step",
         "version 1 (visible)",
         "version 1/2 (visible)",
         "holds [1, 1/2]",
@@ -171,12 +172,13 @@ def test_pin_unpin_and_withdraw_say_what_is_so_and_status_shows_it(hub_with_vers
 
     assert run("pin", "1") == "r/actor: version 1 is pinned\n"
     assert trainer.wait() == 1
-    assert main(["status"]) == 0
+    assert main(["status"]) == 1
     text = capsys.readouterr().out
     assert "r/actor: version 1 is pinned" in text and "version 1 (visible, pinned)" in text
+    assert "    `tensorhub unpin --run=r --model=actor`, when the pin has done its work\n" in text
     words = "version 1 is pinned; withdrawn: 2\n"
     assert run("withdraw", "2").endswith(words) and run("withdraw", "2").endswith(words)
-    assert main(["status"]) == 0
+    assert main(["status"]) == 0  # what is pinned is the newest
     text = capsys.readouterr().out
     assert "version 2 (withdrawn)" in text and words in text
     assert run("unpin") == run("unpin") == "r/actor: no version is pinned, followers run the newest; withdrawn: 2\n"
@@ -209,7 +211,7 @@ def test_a_pinned_version_that_nobody_holds_is_shown(hub_with_versions):
     address, trainer = hub_with_versions
     report = fetch_status(address)
     report["models"][0]["pinned"] = 9
-    assert "nobody holds version 9: unpin it, or pin another" in status_text(report)
+    assert "! r/actor: version 9 is pinned, and nobody holds it\n    `tensorhub unpin" in status_text(report)
 
 
 def test_leases_are_shown_by_name():
@@ -243,10 +245,10 @@ def test_leases_are_shown_by_name():
 def test_status_of_a_hub_that_is_not_there(capsys):
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and says nothing
         address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
-        assert main(["status", "--hub", address, "--timeout", "0.2"]) == 1
+        assert main(["status", "--hub", address, "--timeout", "0.2"]) == 2
     captured = capsys.readouterr()
     assert "no hub answers" in captured.err and address in captured.err and not captured.out
-    assert main(["status", "--hub", "somewhere"]) == 1
+    assert main(["status", "--hub", "somewhere"]) == 2
     assert "use tcp://host:port" in capsys.readouterr().err
 
 
@@ -290,7 +292,7 @@ def test_a_server_with_a_secret_is_for_those_who_have_it(tmp_path, capsys):
     secret.write(observer, keys.limited("observer"))
     with server_process("--address", "tcp://127.0.0.1:0", "--secret-file", str(file)) as (process, address):
         assert main(["status", "--hub", address, "--secret-file", str(observer)]) == 0
-        assert main(["status", "--hub", address]) == 1
+        assert main(["status", "--hub", address]) == 2
         assert "asks for the run's secret: set TENSORHUB_SECRET_FILE" in capsys.readouterr().err
         with Client(address, run="r", model="actor", replica="t", transports=("memory",), keys=keys) as client:
             client.publish(1, {"w": torch.ones(3)})

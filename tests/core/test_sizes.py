@@ -11,11 +11,12 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 3_450,
+    "core": 3_300,
     "core/client": 4_850,
     "core/hub": 5_350,
     "core/kernels": 560,
     "core/memory": 3_640,
+    "core/operations": 420,
     "core/protocol": 1_140,
     "core/security": 720,
     "core/transfer": 1_850,

@@ -76,7 +76,12 @@ def check_target(installed: object, refused: object, *, pins: object) -> tuple[t
         raise UsageError(f"refused={refused!r:.80}: give a list of versions")
     versions = tuple(check_version(each, "each version in refused") for each in refused)[-REFUSED_MAX:]
     why = refused[max(versions)] if isinstance(refused, Mapping) and versions else ""
-    return versions, str(why)[:REASON_LENGTH_MAX].encode(errors="replace").decode()  # a file's name is no text, say
+    return versions, reason(why)
+
+
+def reason(why: object) -> str:
+    """Return it as a message can hold it: a file's name is no text, say."""
+    return str(why)[:REASON_LENGTH_MAX].encode(errors="replace").decode()
 
 
 def check_offered(version: object, layout: object, timeout_s: float | None = None) -> None:

@@ -332,9 +332,7 @@ class Client:
 
     def wait(self, version: int | str = types.LATEST, *, newer_than: int = 0, timeout_s: float = 60.0) -> int:
         """Wait until a version is visible, and return its number: this one, or the newest that is above newer_than.
-
-        Raise NotPublished after timeout_s, VersionGone for a version that was visible and is not any more.
-        """
+        Raise NotPublished after timeout_s, VersionGone for a version that was visible and is not any more."""
         number = 0 if version == types.LATEST else types.check_version(version)
         arguments.check_installed("newer_than", newer_than)
         reply = self._ask(lambda n: messages.Wait(n, number, newer_than, timeout_s), timeout_s)
@@ -342,17 +340,24 @@ class Client:
         return reply.version
 
     def target(
-        self, installed: int = 0, *, refused: Iterable[int] = (), pins: bool = True, timeout_s: float = 60.0
+        self,
+        installed: int = 0,
+        *,
+        refused: Iterable[int] = (),
+        pins: bool = True,
+        failure: str = "",
+        timeout_s: float = 60.0,
     ) -> int:
         """Return the version that this worker is to run, once that is not `installed` (0: none is).
 
         It is the pinned version (unless pins=False); else the newest visible one that is not in `refused`: those that
-        this worker could not install, which may map to why, for `tensorhub status`. It is older than what is installed
-        only if that was withdrawn, or if it is pinned, and in `refused` only if it is pinned anew. Raise NotPublished
-        at the deadline, or VersionGone if what is pinned, or installed and withdrawn, has nothing to be run instead.
+        this worker could not install, which may map to why, for `tensorhub status`, as `failure` is: of the last try.
+        It is older than what is installed only if that was withdrawn, or if it is pinned, and in `refused` only if it
+        is pinned anew. Raise NotPublished at the deadline, or VersionGone if what is pinned, or installed and
+        withdrawn, has nothing to be run instead.
         """
         (versions, why), serial = arguments.check_target(installed, refused, pins=pins), self._hub.directive.serial
-        said = versions, serial, bool(pins), why
+        said = versions, serial, bool(pins), why, arguments.reason(failure)
         reply = self._ask(lambda n: messages.Target(n, installed, timeout_s, *said), timeout_s)
         assert isinstance(reply, messages.Visible)
         return reply.version
@@ -377,7 +382,6 @@ class Client:
     def withdraw(self, version: int, *, timeout_s: float = 10.0) -> None:
         """Withdraw a bad version: no reader gets it any more, reads of it are stopped (VersionGone), and followers
         that run it return to the newest other one that is held. So keep two, with `retain(newest=2)`.
-
         It stays withdrawn; good weights need another number. Raise UsageError if there never was such a version.
         """
         number = types.check_version(version)

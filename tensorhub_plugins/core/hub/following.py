@@ -90,6 +90,7 @@ class Following:
             return
         if worker.installed != target.installed:
             worker.installed, worker.installed_at = target.installed, now
+        worker.failure = target.failure
         newest = max(target.refused, default=0)
         refusal = (newest, target.why) if newest > target.installed else (0, "")
         if refusal != worker.refusal:

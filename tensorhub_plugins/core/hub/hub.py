@@ -210,6 +210,7 @@ class Hub:
                 silence_s = self.registry.silence_s(due)
                 if now > self.registry.silent_after(due.last_heard, silence_s):
                     why = ", and others have found that it has ended" if due.refuses else ""
+                    due.history.note_lost(due, now)
                     self._forget(due, f"not heard for {silence_s:g} s{why}")
                 elif now >= due.silence_at:  # else it is checked later
                     self.registry.schedule_silence(due)

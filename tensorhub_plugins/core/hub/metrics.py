@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias
 
-from tensorhub_plugins.core.hub import unreached
+from tensorhub_plugins.core.hub import standing, unreached
 from tensorhub_plugins.core.hub.registry import Registry
-from tensorhub_plugins.core.hub.state import History, Worker
-from tensorhub_plugins.core.types import attempt_of, step_of, steps_behind
+from tensorhub_plugins.core.hub.state import History
+from tensorhub_plugins.core.types import attempt_of, step_of
 
 MODELS_MAX = 100  # each is about twenty series; those with a trainer come first
-SILENT_HEARTBEATS = 5
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
 Kind: TypeAlias = Literal["gauge", "counter"]
@@ -37,32 +36,22 @@ class _Tally:
     def __init__(self, registry: Registry, history: History, now: float) -> None:
         """Count its workers."""
         self.history, self.now, self.newest = history, now, history.newest_visible
-        self.trainers = self.silent = self.refusing = self.transfers = self.retained_bytes = 0
+        self.trainers = self.silent = self.refusing = self.failing = self.transfers = self.retained_bytes = 0
         self.followers = self.behind = self.lag_max = 0
-        self.install_age_s_max = 0.0
-        silent_s = SILENT_HEARTBEATS * registry.limits.heartbeat_s
+        self.behind_s_max = self.install_age_s_max = 0.0
         for worker in history.workers.values():
             self.trainers += worker.published_size_bytes > 0
-            self.silent += now - worker.last_heard > silent_s
+            self.silent += standing.is_silent(registry, worker, now)
             self.refusing += bool(worker.refusal[0])
+            self.failing += bool(worker.failure)
             self.transfers += len(worker.leases)
             self.retained_bytes += sum(h.size_bytes for h in worker.holdings.values() if h.must_retain)
-            if worker.installed is not None:
-                self._add_follower(worker, worker.installed)
-
-    def _add_follower(self, worker: Worker, installed: int) -> None:
-        """Count a follower; one that has installed nothing yet is behind by all steps."""
-        lag = steps_behind(installed, self.newest) if installed else step_of(self.newest)
-        self.followers += 1
-        self.lag_max = max(self.lag_max, lag)
-        if lag > 0:
-            self.behind += 1
-            self.install_age_s_max = max(self.install_age_s_max, self.now - worker.installed_at)
-
-    @property
-    def whole_replicas(self) -> int:
-        newest = self.history.versions.get(self.newest)
-        return 0 if newest is None else newest.copies.whole_replicas()
+            if (lag := standing.lag_of(worker, now)) is not None:
+                self.followers += 1
+                self.behind += lag.steps > 0
+                self.lag_max, self.behind_s_max = max(self.lag_max, lag.steps), max(self.behind_s_max, lag.behind_s)
+                if lag.steps:
+                    self.install_age_s_max = max(self.install_age_s_max, now - worker.installed_at)
 
 
 OF_MODELS: tuple[tuple[str, Kind, str, Callable[[_Tally], float]], ...] = (
@@ -72,13 +61,13 @@ OF_MODELS: tuple[tuple[str, Kind, str, Callable[[_Tally], float]], ...] = (
         "newest_age_seconds",
         "gauge",
         "seconds since the newest version was published; 0 before the first one",
-        lambda m: m.now - m.history.newest_at if m.newest else 0.0,
+        lambda m: standing.newest_age_s(m.history, m.now),
     ),
     (
         "newest_replicas",
         "gauge",
         "replicas of which each has all of the newest version, trainers included",
-        lambda m: m.whole_replicas,
+        lambda m: standing.newest_replicas(m.history),
     ),
     (
         "missing_copies",
@@ -89,6 +78,12 @@ OF_MODELS: tuple[tuple[str, Kind, str, Callable[[_Tally], float]], ...] = (
     ("trainers", "gauge", "workers that have published, and hold it", lambda m: m.trainers),
     ("workers", "gauge", "workers that are connected, trainers included", lambda m: len(m.history.workers)),
     ("silent_workers", "gauge", "workers that were not heard for five heartbeats", lambda m: m.silent),
+    (
+        "lost_workers",
+        "gauge",
+        "workers that were declared dead in the last ten minutes, and have not come back",
+        lambda m: len(standing.lost(m.history, m.now)),
+    ),
     ("followers", "gauge", "replicas that ask for the newest version", lambda m: m.followers),
     ("followers_behind", "gauge", "followers that have not installed the newest version", lambda m: m.behind),
     (
@@ -103,7 +98,14 @@ OF_MODELS: tuple[tuple[str, Kind, str, Callable[[_Tally], float]], ...] = (
         "longest time since a follower that is behind has installed anything",
         lambda m: m.install_age_s_max,
     ),
+    (
+        "follower_behind_seconds_max",
+        "gauge",
+        "longest time for which a follower has not installed any of the newer versions that there are",
+        lambda m: m.behind_s_max,
+    ),
     ("followers_refusing", "gauge", "workers that cannot install a version newer than theirs", lambda m: m.refusing),
+    ("followers_failing", "gauge", "followers whose last try to install a version has failed", lambda m: m.failing),
     ("pinned", "gauge", "1 while all followers are held at one version", lambda m: bool(m.history.directive.pin)),
     ("withdrawn_versions", "gauge", "versions that were withdrawn", lambda m: len(m.history.withdrawn)),
     ("transfers", "gauge", "reads that are going on, each of one worker", lambda m: m.transfers),

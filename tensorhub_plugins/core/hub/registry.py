@@ -223,6 +223,7 @@ class Registry:
         history.workers[session] = worker
         history.replicas.setdefault(hello.replica, {})[session] = worker
         history.groups.setdefault(worker.group, GroupResolution())
+        history.lost.pop(worker.name, None)
         self.schedule_silence(worker)
 
     def remove_worker(self, worker: Worker) -> None:

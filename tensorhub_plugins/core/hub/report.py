@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tensorhub_plugins.core.hub import unreached
+from tensorhub_plugins.core.hub import standing, unreached
 from tensorhub_plugins.core.hub.copies import Copies, Counted
 from tensorhub_plugins.core.hub.limits import ANSWER_SIZE_BYTES_MAX
 from tensorhub_plugins.core.hub.publishing import spenders
@@ -63,6 +63,9 @@ def _model(registry: Registry, history: History, now: float, room: Room) -> dict
         "newest": history.newest_visible,
         "newest_attempt": attempt_of(history.newest_visible),
         "newest_step": step_of(history.newest_visible),
+        "newest_age_s": round(standing.newest_age_s(history, now), 3),
+        "newest_replicas": standing.newest_replicas(history),
+        "pace_s": round(standing.pace_s(registry, history), 3),
         "retain_newest": history.retain_newest,
         "retain_domains": history.retain_domains,
         "retain_across": history.retain_across,
@@ -81,10 +84,15 @@ def _model(registry: Registry, history: History, now: float, room: Room) -> dict
         "attempt": history.directive.attempts[-1].number if history.directive.attempts else 0,
         "corrupt_segments": history.corrupt_segments,
         "versions": versions,
-        "workers": _some(room, workers, lambda worker: _worker(worker, now, shut.get(worker.session, []))),
+        "workers": _some(room, workers, lambda worker: _worker(registry, worker, now, shut.get(worker.session, []))),
         "leases": _some(room, leases, lambda lease: _lease(registry, lease, now)),
+        "lost": _some(room, standing.lost(history, now).items(), _lost),
         "left_out": room.left_out,
     }
+
+
+def _lost(one: tuple[str, float]) -> dict[str, object]:
+    return {"worker": one[0], "seconds_ago": round(one[1], 3)}
 
 
 def _some(
@@ -117,13 +125,22 @@ def _number(version: int) -> dict[str, object]:
     return {"version": version, "attempt": attempt_of(version), "step": step_of(version)}
 
 
-def _worker(worker: Worker, now: float, shut: list[str]) -> dict[str, object]:
+def _worker(registry: Registry, worker: Worker, now: float, shut: list[str]) -> dict[str, object]:
     complete = [h for h in worker.holdings.values() if h.complete]
+    lag = standing.lag_of(worker, now)
     return {
         "worker": worker.name,
         "location": msgspec.to_builtins(worker.hello.location),
         "endpoints": at_all_hosts(worker.hello.endpoints, worker.hello.hosts),
         "last_heard_s": round(now - worker.last_heard, 3),
+        "silent": standing.is_silent(registry, worker, now),
+        "follows": lag
+        and {
+            **_number(worker.installed or 0),
+            "installed_s": round(now - worker.installed_at, 3),
+            "lag_steps": lag.steps,
+            "behind_s": round(lag.behind_s, 3),
+        },
         "holds": sorted({h.key.version for h in complete}),
         "bytes_held": sum(h.size_bytes for h in complete),
         "bytes_published": worker.published_size_bytes,
@@ -131,6 +148,7 @@ def _worker(worker: Worker, now: float, shut: list[str]) -> dict[str, object]:
         "pending": len(worker.pending),
         "corrupt_segments": worker.corrupt_segments,
         "refuses": {**_number(worker.refusal[0]), "why": worker.refusal[1]} if worker.refusal[0] else None,
+        "fails": worker.failure,
         "unreached": unreached.summary_of(worker, shut),
     }
 

@@ -6,7 +6,6 @@ decides anything: `registry.Registry` keeps all indexes in step with each other,
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ GroupId: TypeAlias = tuple[str, int, Role, str]  # replica, shard count, role, j
 ROOTS_KEPT_MAX = 65_536  # shards of versions that no worker holds any more: 250 versions of 256 shards, 16 MB
 VERSION_SIZE_BYTES = 64  # of one version in an answer, about, without the names
 SHOWN_MAX = m.WITHDRAWN_MAX + 1  # one is left if all that a directive can name are withdrawn
+LOST_MAX = 64  # workers of one model, the last ones: operators look at them one by one
 
 
 @dataclass(slots=True)
@@ -193,6 +193,7 @@ class Worker(_Referred):
     last_request_id: int = 0  # the highest that is known
     seen_version: int = 0
     refusal: tuple[int, str] = (0, "")  # the newest version that it cannot install, and why; 0: none
+    failure: str = ""  # of its last try to install one, as a follower; "": it went well
     installed: int | None = None  # what it runs, as a follower (0: nothing yet); None: it follows nothing
     installed_at: float = 0.0  # when it was first heard to run that
     holdings: dict[ShardKey, Holding] = field(default_factory=dict)
@@ -360,8 +361,8 @@ class History:
     published_size_bytes: int = 0  # by its trainers, and held by them
     is_over_budget: bool = False  # the excess was logged
     newest_visible: int = 0  # ever, except those that are over
-    newest_at: float = 0.0  # when it became visible here
-    shown: list[int] = field(default_factory=list)  # the newest that ever were visible, sorted
+    shown: dict[int, float] = field(default_factory=dict)  # the newest ever visible, sorted -> since when
+    lost: dict[str, float] = field(default_factory=dict)  # names of workers that were declared dead -> when
     corrupt_segments: int = 0  # that readers got, from workers that may have left since
     directive: m.Directive = m.NO_DIRECTIVE
     withdrawn: frozenset[int] = frozenset()  # its versions
@@ -427,10 +428,16 @@ class History:
     def show(self, number: int, now: float) -> None:
         """Note that this version is visible."""
         if number not in self.shown:
-            insort(self.shown, number)
-            del self.shown[:-SHOWN_MAX]
+            self.shown = dict(sorted({**self.shown, number: now}.items())[-SHOWN_MAX:])
         self._refresh_newest()
-        self.newest_at = now if self.newest_visible == number else self.newest_at
+
+    def note_lost(self, worker: Worker, now: float) -> None:
+        """Remember a worker that was declared dead, for people, if it followed this model or held any of it."""
+        if worker.installed is not None or worker.holdings:
+            self.lost.pop(worker.name, None)
+            self.lost[worker.name] = now
+            while len(self.lost) > LOST_MAX:
+                del self.lost[next(iter(self.lost))]
 
     def _refresh_newest(self) -> None:
         """Forget a newest version that is over: older ones are not gone, and the next is not too low."""

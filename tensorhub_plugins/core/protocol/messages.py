@@ -347,9 +347,8 @@ class Wait(_Message, frozen=True):
 
 class Target(_Message, frozen=True):
     """Asks which version a follower is to run; answered as soon as that is not `installed` (0: none).
-
-    The pinned one, if `pins`; else the newest visible one not in `refused` (why: the newest of them), and not below
-    what is installed unless that was withdrawn. serial: of the directive it refused under; a later pin overrules that.
+    The pinned one, if `pins`; else the newest visible one not in `refused` (why: the newest of them; failure: of a try
+    since), and not below what is installed unless that was withdrawn. serial: of the directive it refused under.
     """
 
     request_id: Count
@@ -359,6 +358,7 @@ class Target(_Message, frozen=True):
     serial: Serial = 0
     pins: bool = True
     why: Text = ""
+    failure: Text = ""
 
 
 class Pin(_Message, frozen=True):

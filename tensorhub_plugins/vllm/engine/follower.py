@@ -172,6 +172,7 @@ class Follower:
         self.sleep = sleep
         self.refused: dict[int, str] = {}  # versions that cannot be installed in this engine, and why
         self._said = ""  # why there is nothing to run
+        self._failure = ""  # of the last try, for the hub
         self.version = 0  # installed; 0: what the engine was started with
         self.is_broken = False  # an installation failed half way: nothing may be generated
         self.is_paused = False  # and if nothing is broken or installed: because it cannot forget
@@ -201,7 +202,7 @@ class Follower:
 
     async def follow(self) -> None:
         """Follow for as long as the engine runs."""
-        delay_s, said = RETRY_DELAY_S, ""
+        delay_s = RETRY_DELAY_S
         while self.is_paused or self.until is None or step_of(self.version) < self.until:
             try:
                 if self.is_paused and not self.is_broken:
@@ -209,12 +210,12 @@ class Follower:
                 version = await self.next_version()
                 if version is not None:
                     await self.take(version)
-                    delay_s, said = RETRY_DELAY_S, ""
+                    delay_s, self._failure = RETRY_DELAY_S, ""
             except TensorHubError as error:
-                if str(error) != said:  # else it is what it was
+                if str(error) != self._failure:  # else it is what it was
                     how = "standing still" if self.is_paused else "going on"
                     logger.warning("%s: %s with version %d: %s", self.worker, how, self.version, error)
-                said = str(error)
+                self._failure = str(error)
                 await self.sleep(delay_s)
                 delay_s = min(2 * delay_s, RETRY_DELAY_MAX_S)
 
@@ -224,7 +225,12 @@ class Follower:
         installed = 0 if self.is_broken else self.version  # the same version repairs, too
         try:
             version = await asyncio.to_thread(
-                self.target, installed, refused=dict(self.refused), pins=self.pins, timeout_s=HUB_TIMEOUT_S
+                self.target,
+                installed,
+                refused=dict(self.refused),
+                pins=self.pins,
+                failure=self._failure,
+                timeout_s=HUB_TIMEOUT_S,
             )
         except (NotPublished, DeadlineExceeded, VersionGone, HubUnreachable) as error:
             await self._nothing_to_run(error)
