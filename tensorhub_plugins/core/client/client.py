@@ -349,7 +349,6 @@ class Client:
         timeout_s: float = 60.0,
     ) -> int:
         """Return the version that this worker is to run, once that is not `installed` (0: none is).
-
         It is the pinned version (unless pins=False); else the newest visible one that is not in `refused`: those that
         this worker could not install, which may map to why, for `tensorhub status`, as `failure` is: of the last try.
         It is older than what is installed only if that was withdrawn, or if it is pinned, and in `refused` only if it
@@ -368,10 +367,8 @@ class Client:
         return self._hub.directive.pin or None
 
     def pin(self, version: int, *, timeout_s: float = 10.0) -> None:
-        """Make all followers of this run and model go to this version and stay there, until `unpin`.
-
-        "latest" is the pinned version meanwhile, and its last copy is retained. Raise UsageError if no worker holds it.
-        """
+        """Make all followers of this run and model go to this version and stay there, until `unpin`. "latest" is the
+        pinned version meanwhile, and its last copy is retained. Raise UsageError if no worker holds it."""
         number = types.check_version(version)
         self._ask(lambda n: messages.Pin(n, number, timeout_s), timeout_s)
 
@@ -382,8 +379,7 @@ class Client:
     def withdraw(self, version: int, *, timeout_s: float = 10.0) -> None:
         """Withdraw a bad version: no reader gets it any more, reads of it are stopped (VersionGone), and followers
         that run it return to the newest other one that is held. So keep two, with `retain(newest=2)`.
-        It stays withdrawn; good weights need another number. Raise UsageError if there never was such a version.
-        """
+        It stays withdrawn; good weights need another number. Raise UsageError if there never was such a version."""
         number = types.check_version(version)
         self._ask(lambda n: messages.Withdraw(n, number, timeout_s), timeout_s)
 
