@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help fuzz env demo demo-elastic demo-openrlhf check quick test test-all test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-fleet \
+.PHONY: help fuzz env docs demo demo-elastic demo-openrlhf check quick test test-all test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-fleet \
 	test-deploy test-rdma test-gpu bench-gpu test-sim chaos mutants lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
@@ -33,6 +33,10 @@ help:  ## this list
 
 env:  ## the environment alone (about 4 minutes the first time)
 	@$(IN_ENV); echo "$$env"
+
+docs: ## the documentation as a site: out/site/index.html (mkdocs-material is fetched); every link must lead somewhere
+	@$(IN_ENV); [ -d .envs/site/mkdocs ] || python -m pip -q install --target .envs/site mkdocs-material==9.8.2
+	PYTHONPATH="$$PWD:$$PWD/.envs/site" python recipes/site/build.py
 
 demo: ## a real verl GRPO run on the CPU: one trainer, two vLLM replicas, every version pulled from the store
 	@$(IN_ENV); python -m recipes.demo

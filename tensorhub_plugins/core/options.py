@@ -33,7 +33,7 @@ class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     hub: str | None = None  # "tcp://host:port" of a `tensorhub server`; None: the run starts one itself
     run: str | None = None  # names the history at the hub; None: unique for this run
-    model: str = "actor"
+    model: str = "actor"  # names the weights at the hub: what is published and read under one name is one model
     # The location. What a node itself sets takes precedence: TENSORHUB_DATA_CENTER, TENSORHUB_RACK, and Ray's labels.
     location: dict[LocationPart, str] = {}
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS  # in order of preference
@@ -66,7 +66,7 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
 
     keep: int = 1  # versions each trainer rank holds for readers; its host memory is keep + 1 of its share
     retain_copies: int = 1  # in so many hosts (racks, data centres) the newest version survives, see Client.retain
-    retain_across: Across = "host"
+    retain_across: Across = "host"  # what retain_copies counts: "host", "rack" or "data_center"
     # For one publish, one fetch, one installation, and for an engine to be up to date. Where it is not given and the
     # size of the model is known, a second for each half GB is added.
     timeout_s: float = 120.0
@@ -81,7 +81,7 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     allow_untested: bool = False  # run with versions of the framework and of vLLM that were not tested
     # How many replicas a run has, see vllm/ray/fleet.py. External servers do not count.
     fleet_min: int = 1  # so many others must be ready before one that is drained by name leaves
-    fleet_max: int = FLEET_MAX
+    fleet_max: int = FLEET_MAX  # replicas, whatever the target or a policy says
     fleet_target: int | None = None  # None: as many as the framework has started
     # What sets the target instead: constant:4, free_resources, queue_length:16, or yours: package.module.function
     fleet_policy: str | None = None

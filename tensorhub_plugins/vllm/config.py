@@ -26,7 +26,7 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
     advertise_host: str | None = None
     preemptible: bool | None = None  # this node may be taken away; None: the environment's TENSORHUB_PREEMPTIBLE
     job: str | None = None  # what its next life has, too, see Client; None: the environment's TENSORHUB_JOB
-    connect_timeout_s: float = 10.0
+    connect_timeout_s: float = 10.0  # for the hub's first answer
     drain_timeout_s: float = 30.0  # for readers of the live weights before an install; then they are cut off
     serve_timeout_s: float = 120.0  # for what serving takes after an install: publishing, dropping the last version
 
@@ -63,7 +63,7 @@ class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Of those, hub (or the environment's TENSORHUB_HUB) and model must be given; run is "default", serve_from "live".
     """
 
-    version: int | Literal["latest"] = "latest"
+    version: int | Literal["latest"] = "latest"  # which one it starts with
     disk: Literal["never", "fallback", "only"] = "never"  # fallback: when the store has no version at all, or loses it
     disk_version: int = 0  # the version as which weights from disk are served to others; 0: they are not
     start_timeout_s: float = 600.0  # for the first version to appear and arrive
