@@ -36,6 +36,7 @@ MENU: dict[str, list[str]] = {
     "Elastic": ["recipes/verl_grpo_elastic/README.md", "recipes/openrlhf_grpo_elastic/README.md"],
     "Two sites": ["recipes/verl_grpo_two_sites/README.md", "recipes/openrlhf_grpo_two_sites/README.md"],
     "Operate": [
+        "docs/operate.md",
         "docs/runbook.md",
         "docs/metrics.md",
         "recipes/deploy/README.md",
