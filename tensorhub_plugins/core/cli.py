@@ -1,4 +1,4 @@
-"""`tensorhub server` starts a hub, `status` shows what one knows, `doctor` tries an engine, `fleet` changes a run.
+"""`tensorhub server` starts a hub, `status` and `top` show its state, `doctor` tries an engine, `fleet` changes a run.
 
 `tensorhub keygen` makes a secret. `tensorhub pin`, `unpin` and `withdraw` determine which version of a model the
 followers run, see `Client.pin`.
@@ -26,7 +26,7 @@ from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
 from tensorhub_plugins.core.hub.server import Server
-from tensorhub_plugins.core.operations import problems
+from tensorhub_plugins.core.operations import problems, top
 from tensorhub_plugins.core.operations.status import directive_text, fetch_status, status_text
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import new_session, parse_address
@@ -138,7 +138,7 @@ def _main(arguments: list[str]) -> int:
 
 def _failure(arguments: list[str]) -> int:
     """Return the exit status of a command that came to nothing: of one that says whether all is well not the 1."""
-    return UNKNOWN if arguments[:1] in (["status"],) else 1
+    return UNKNOWN if arguments[:1] in (["status"], ["top"]) else 1
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -154,7 +154,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return make_key(options.file, options.role, options.source)
     if not options.hub:
         parser.error(f"{options.command} needs --hub tcp://host:port or {HUB_ENVIRONMENT}")
-    if options.command == "status":
+    if options.command in ("status", "top"):
         return show_status(options)
     version = 0 if options.command == "unpin" else parse_version(options.version)
     keys, timeout_s = _keys(options), options.timeout
@@ -163,11 +163,19 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def show_status(options: argparse.Namespace) -> int:
-    """Print the state of a hub, and return 1 if something is wrong."""
-    report = fetch_status(options.hub, timeout_s=options.timeout, keys=_keys(options))
-    hub = "" if options.hub == os.environ.get(HUB_ENVIRONMENT) else options.hub
-    found = problems.find(report, hub=hub, late_s=options.late)
-    if options.format == "json":
+    """Print the state of a hub, once or live in a terminal, and return 1 if something is wrong."""
+    hub, keys = "" if options.hub == os.environ.get(HUB_ENVIRONMENT) else options.hub, _keys(options)
+
+    def fetch() -> tuple[dict[str, Any], list[problems.Problem]]:
+        report = fetch_status(options.hub, timeout_s=options.timeout, keys=keys)
+        return report, problems.find(report, hub=hub, late_s=options.late)
+
+    if options.command == "top" and sys.stdout is not None and sys.stdout.isatty():
+        return top.watch(fetch, options.interval)
+    report, found = fetch()
+    if options.command == "top":
+        print(top.plain(top.frame(report, found)))
+    elif options.format == "json":
         print(json.dumps({**report, "problems": [each._asdict() for each in found]}, indent=2))
     else:
         print(status_text(report, found))
@@ -192,16 +200,18 @@ def _add_hub(command: argparse.ArgumentParser, *, timeout_s: float) -> None:
 
 
 def _add_status(commands: Any) -> None:
+    ends = "Ends with 0 if nothing is wrong, 1 if something is, 2 if that is not known: the hub does not answer."
     status = commands.add_parser(
-        "status",
-        help="what is wrong; models, versions, workers, leases of a running hub",
-        epilog="Ends with 0 if nothing is wrong, 1 if something is, 2 if that is not known: the hub does not answer.",
+        "status", help="what is wrong; models, versions, workers, leases of a running hub", epilog=ends
     )
-    _add_hub(status, timeout_s=5.0)
+    live = commands.add_parser("top", help="the same live, a line for each worker; once, if it is piped", epilog=ends)
+    live.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="(default: %(default)g)")
+    words = "seconds after which a follower with a newer version to install is late (default: %(default)g)"
+    for command in (status, live):
+        _add_hub(command, timeout_s=5.0)
+        command.add_argument("--late", type=_seconds, default=problems.LATE_S, metavar="S", help=words)
     status.add_argument("--format", choices=("text", "json"), default="text", help="(default: %(default)s)")
     status.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
-    words = "seconds after which a follower with a newer version to install is late (default: %(default)g)"
-    status.add_argument("--late", type=_seconds, default=problems.LATE_S, metavar="S", help=words)
 
 
 def _seconds(text: str) -> float:
