@@ -25,6 +25,7 @@ FLEET_MAX = 1024  # replicas of one run; its dispatcher reports them all every s
 # name, or name:number,...; a name without a dot is a built-in one
 POLICY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:-?\d+(\.\d+)?(,-?\d+(\.\d+)?)*)?")
 
+Delta = Literal["auto", "off"]
 LocationPart = Literal["data_center", "rack", "host"]
 
 
@@ -44,6 +45,7 @@ class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # What peers read: a copy in host memory, or the live weights themselves. None: "host" if staged, "live" if direct.
     serve_from: Literal["host", "live"] | None = None
     digest: Algorithm = "xxh3_128"  # blake3: cannot be forged on the way, and engines accept no other
+    delta: Delta = "auto"  # readers on other hosts take what has changed instead of whole segments, where they can
     verify: bool = False  # record digests of every version on both sides (costs a pass over the bytes)
     memory_budget_bytes: int | None = None  # of each worker, for versions in host memory; None: half of its machine's
     over_budget: Literal["warn", "refuse"] = "warn"  # what to do about more, at the start and later

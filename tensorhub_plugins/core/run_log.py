@@ -84,6 +84,7 @@ def record_fetch(report: Any, *, worker: str, seconds: float) -> None:
         version=report.version,
         layout=report.layout,
         bytes=sum(report.sources.values()),
+        wire_bytes=report.wire_size_bytes,
         seconds=seconds,
         sources=report.sources,
         transports=report.transports,

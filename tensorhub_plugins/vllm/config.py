@@ -36,6 +36,7 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
             "location": msgspec.structs.replace(here(), **self.location),
             "transports": self.transports,
             "digest": self.digest,
+            "delta": self.delta,
             "memory_budget_bytes": self.memory_budget_bytes,
             "over_budget": self.over_budget,
             "advertise_host": self.advertise_host,

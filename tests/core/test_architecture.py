@@ -17,7 +17,7 @@ PACKAGE = ROOT / "tensorhub_plugins"
 LAYERS = [
     {"errors", "log"},
     {"libcuda", "capturing", "digests", "kernels"},
-    {"drivers"},
+    {"drivers", "deltas"},
     {"types", "run_log", "deadline", "process", "device", "machine"},
     {"options", "resources"},
     {"manifest"},

@@ -17,7 +17,7 @@ from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.messages import Ticket
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports import MODULES
-from tensorhub_plugins.core.transports.interface import LinkProgress, More, Shelf, find_offer
+from tensorhub_plugins.core.transports.interface import Bases, LinkProgress, More, Shelf, find_offer
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.pump import pump
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, check_segments
@@ -93,6 +93,8 @@ class MemoryLink:
         self.digests = True
         self.ticket: Ticket | None = None  # a reader in this process is no stranger
         self.borrows = False
+        self.bases: Bases | None = None
+        self.wants_deltas = False
         self.progress = LinkProgress()
 
     def open(self, key: ShardKey, as_of: int, *, deadline: float) -> Manifest:

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import get_args
+from typing import cast, get_args
 
 import msgspec
 
@@ -14,6 +14,7 @@ from tensorhub_plugins.core.deadline import Deadline, timeout_for, until
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.options import Delta
 from tensorhub_plugins.core.process import machine
 from tensorhub_plugins.core.protocol.advertised import Advertised
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX, RETAIN_MAX
@@ -104,6 +105,13 @@ def check_layouts(layouts: Sequence[str], **flags: object) -> None:
     check_flags(**flags)
     if isinstance(layouts, str) or not isinstance(layouts, Sequence) or not 1 <= len(layouts) <= LAYOUTS_MAX:
         raise UsageError(f"layouts={layouts!r}: give a list of 1 to {LAYOUTS_MAX} layouts, the preferred one first")
+
+
+def check_delta(delta: str) -> Delta:
+    """Return it, or raise UsageError for another word."""
+    if delta not in get_args(Delta):
+        raise UsageError(f"delta={delta!r:.80}: choose auto or off")
+    return cast(Delta, delta)
 
 
 def check_budget(budget_bytes: object, over_budget: object) -> None:

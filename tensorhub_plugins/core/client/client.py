@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from tensorhub_plugins.core import digests, resources, types
+from tensorhub_plugins.core import digests, options, resources, types
 from tensorhub_plugins.core.client import arguments, calls, publication, session
 from tensorhub_plugins.core.client.allowed import Allowed
 from tensorhub_plugins.core.client.beginning import begin
@@ -67,15 +67,14 @@ class Client:
 
     verify: publish a digest of every segment, and compare those of all that is read. Without it, which all workers of
     a model must agree on, only the source's statement after the read confirms that its bytes were the published ones.
+    delta: "auto": send and take what has changed instead of whole segments, between hosts, where that saves time.
     digest: the algorithm to publish with. With "blake3", which no host on the way can forge, no other is read, either.
 
     keys: the run's secret, or a reader's key; None: the environment's (see security/secret.py), if it has one.
     job: identifies this worker's next incarnation to a hub with a secret, which lets it take over the name at once.
     None: the environment's TENSORHUB_JOB; without one a name is free after five silent heartbeats.
-
     preemptible: this worker may be preempted at short notice: what only such workers have is not safe, see `retain`.
     None: the environment's TENSORHUB_PREEMPTIBLE, 1 or 0; without one it is not.
-
     limits, transport_limits: when sources and connections count as slow or lost, see TransferLimits, TransportLimits.
 
     memory_budget_bytes: for all that is offered from memory of the client's own, published, retained and read (None:
@@ -115,23 +114,24 @@ class Client:
         over_budget: Literal["warn", "refuse"] = "warn",
         job: str | None = None,
         preemptible: bool | None = None,
+        delta: options.Delta = "auto",
     ) -> None:
         deadline = Deadline.after(bounded(connect_timeout_s, "connect_timeout_s"))
         arguments.check_identity(shard, shard_count, run=run, model=model, replica=replica)
         arguments.check_budget(memory_budget_bytes, over_budget)
         resources.begin_client()
         self.replica, self.shard, self.shard_count, self._worker = replica, shard, shard_count, f"{replica}/{shard}"
-        keys = secret.given(keys)
+        self._gate = None if (keys := secret.given(keys)) is None else Gate(keys.lease_key)
         self._verify, self.digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
         self._location = arguments.located(arguments.here() if location is None else location)
         self._lock, self._left, self._transfers = threading.Lock(), threading.Event(), set[Transfer]()
         self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
         self.budget = Budget(self._worker, memory_budget_bytes, refuses=over_budget == "refuse")
-        self._serving = Serving(self._worker, SlabPool(), self.budget)
+        self._serving = Serving(self._worker, SlabPool(), self.budget, arguments.check_delta(delta))
         self._preemptible = arguments.is_preemptible() if preemptible is None else preemptible
         self._job = arguments.check_word("job", os.environ.get("TENSORHUB_JOB", "") if job is None else job)
-        self._gate, self._copies = None if keys is None else Gate(keys.lease_key), Copies(self._serving, self._copy)
+        self.changes, self._copies = self._serving.changes, Copies(self._serving, self._copy)
         told = advertised.choose(address, deadline, host=advertise_host, interface=interface, ports=ports)
         self._transports = arguments.usable(transports, told, transport_limits, self._gate)
         try:

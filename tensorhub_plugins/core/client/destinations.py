@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 import torch
 
+from tensorhub_plugins.core.client.changes import Bases
 from tensorhub_plugins.core.client.serving import Serving
 from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.errors import UsageError
@@ -111,6 +112,7 @@ class Destinations:
         self._room = Room()
         self._offered: dict[int, ShardKey] = {}  # source shards that may be served to others
         self._manifests: dict[int, Manifest] = {}
+        self._bases: dict[int, Bases] = {}
         self._contents: dict[int, Contents] = {}  # by source shard, where its memory has the same stream
         self._live: LiveMemory | None = None  # `into`, once it is read into
         self.slabs: dict[int, Slab] = {}  # by source shard
@@ -136,6 +138,10 @@ class Destinations:
     def in_part(self) -> bool:
         """Return whether a checkpoint is read in part: nothing of it can be served to others."""
         return self._wanted is not None or (self._into is not None and self._into.in_part)
+
+    @property
+    def takes_deltas(self) -> bool:
+        return self._serving.changes.is_on and not self.in_part
 
     def announce_read(self, key: ShardKey) -> None:
         if self.serve:
@@ -167,8 +173,17 @@ class Destinations:
         for segment in sorted(in_place):
             self.verified(key.shard, segment)
         missing = tuple(segment for segment in needed if segment not in in_place)
-        contents.forget(missing)
-        return missing
+        bases = self._serving.changes.bases(key, manifest, slab, contents.forget(missing))
+        if bases is None:
+            return missing
+        self._bases[key.shard] = bases
+        copied = frozenset(filter(bases.copy_equal, until(self.deadline, missing, 1)))
+        for segment in sorted(copied):
+            self.verified(key.shard, segment)
+        return tuple(segment for segment in missing if segment not in copied)
+
+    def bases(self, shard: int) -> Bases | None:
+        return self._bases.get(shard)
 
     def verified(self, shard: int, segment: int) -> None:
         if shard in self._contents:
@@ -283,6 +298,6 @@ class Destinations:
         if self._live is not None:
             self._live.restart()
         self._live, self._room = None, Room()
-        held = (self._manifests, self._contents)
+        held = (self._manifests, self._contents, self._bases)
         for each in (self._offered, self.slabs, self.allocated, self._parted, self._placed, *held):
             each.clear()

@@ -154,6 +154,7 @@ class Publisher:
         if model:
             self._reserve(self._plain(self._pieces_of(map(self._cast_spec, self._mine))))
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._is_publishing = False
         # Started with the first version that is over.
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
 
@@ -230,6 +231,7 @@ class Publisher:
             self.begin(step - 1)
         version, started = self.version(step), time.monotonic()
         deadline = Deadline.after(self.timeout_s)
+        self._is_publishing = True
         try:
             try:
                 taken = snapshot(version, deadline)
@@ -242,6 +244,8 @@ class Publisher:
         except BaseException:
             calls.run(self._queued.finish)  # before anything is released
             raise
+        finally:
+            self._is_publishing = False
 
     def _offer_later(self, version: int, taken: Snapshot, started: float, deadline: Deadline) -> dict[str, float]:
         """Call `_offer` in the background; return what is known at once, and how long the previous version took."""
@@ -453,9 +457,14 @@ class Publisher:
                 # Unpublished before all ranks have the next one, it would be retained, and released a heartbeat late.
                 with contextlib.suppress(NotPublished, VersionGone):
                     self.client.wait(newer_than=version, timeout_s=UNPUBLISH_S)
+                # While both versions are here, and not while the next one wants the memory.
+                self.client.changes.make_ahead(version, CHECKPOINT, self._has_no_time)
                 self.client.unpublish(version, CHECKPOINT, timeout_s=UNPUBLISH_S)
             except TensorHubError as error:
                 log.warning("%s: version %d was not withdrawn: %s", self.worker, version, error)
+
+    def _has_no_time(self) -> bool:
+        return self._is_publishing or not self._retired.empty()
 
     @calls.public
     def close(self) -> None:

@@ -50,7 +50,8 @@ class ReplicateReport:
 
     size_bytes: of all that is published. seconds by phase: "find" (until sources were granted), "read" (until all was
     verified). sources: "replica/shard" -> bytes that were read from it, fewer where not all was wanted. transports:
-    name -> bytes. losses: the sources that failed on the way, and why.
+    name -> bytes. losses: the sources that failed on the way, and why. wire_size_bytes: what was sent for these bytes;
+    delta_size_bytes: as many of them came as deltas. What was in place already is in none of these.
     """
 
     version: int
@@ -62,6 +63,8 @@ class ReplicateReport:
     losses: tuple[str, ...]
     roots: dict[int, str]  # source shard -> hex of its manifest's root
     algorithms: dict[int, str]  # source shard -> the algorithm of its digests and root
+    wire_size_bytes: int = 0
+    delta_size_bytes: int = 0
 
     @classmethod
     def of(cls, outcome: Outcome) -> ReplicateReport:
@@ -76,6 +79,8 @@ class ReplicateReport:
             outcome.losses,
             {shard: manifest.root().hex() for shard, manifest in outcome.manifests.items()},
             {shard: manifest.digest_algorithm for shard, manifest in outcome.manifests.items()},
+            outcome.wire_size_bytes,
+            outcome.delta_size_bytes,
         )
 
 

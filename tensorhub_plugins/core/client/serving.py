@@ -20,6 +20,7 @@ from typing_extensions import assert_never
 from tensorhub_plugins.core import machine, resources
 from tensorhub_plugins.core.client import calls, shelf
 from tensorhub_plugins.core.client.budget import Budget
+from tensorhub_plugins.core.client.changes import Changes
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.client.reports import UnpublishReport
 from tensorhub_plugins.core.client.session import Disowned, Doubted
@@ -33,6 +34,7 @@ from tensorhub_plugins.core.memory.contents import KnownContents
 from tensorhub_plugins.core.memory.moves import Paced, check_cover
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.options import Delta
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.lineage import Lineage, is_superseded
 from tensorhub_plugins.core.transports import Offer
@@ -53,11 +55,12 @@ class Serving:
 
     hub: HubLink
 
-    def __init__(self, worker: str, pool: SlabPool, budget: Budget) -> None:
+    def __init__(self, worker: str, pool: SlabPool, budget: Budget, delta: Delta = "auto") -> None:
         self.worker = worker
         self.pool = pool
         self._budget = budget
         self.contents = KnownContents()
+        self.changes = Changes(self._whole_offers, delta)
         self._is_over = False
         self._disowned: UsageError | None = None
         self._shelf: Shelf[Offer] = Shelf()
@@ -82,6 +85,12 @@ class Serving:
             while self._shelf.find(key) is None and self._shelf.is_expected(key, request_id) and not until.expired:
                 self._changed.wait(until.remaining())
             return self._shelf.find(key)
+
+    def _whole_offers(self) -> list[Offer]:
+        """Return what is offered and has arrived, the newest first."""
+        with self._changed:
+            entries = sorted(self._shelf.entries.items(), reverse=True)
+        return [entry.offer for _, entry in entries if not entry.is_arriving]
 
     # --- publish and unpublish ---
 
@@ -108,6 +117,7 @@ class Serving:
         check_time(deadline)
         was_read = self._fetched.get(slab) == (key.version, key.layout)
         offer = Offer(key, manifest, slab, created_after=self.hub.last_request_id + 1, lends=lends)
+        offer.deltas = self.changes.sender(offer)
         offer.mark_all_ready()
         try:
             with self._changed:
@@ -312,6 +322,7 @@ class Serving:
     def prepare(self, read: int, key: ShardKey, manifest: Manifest, slab: Slab) -> None:
         with self._changed:
             offer = Offer(key, manifest, slab, created_after=self._shelf.readings[read].since(key), lends=True)
+            offer.deltas = self.changes.sender(offer)
             effects = self._shelf.prepare(read, key, offer)
             if not effects:  # declined: what is here already stays
                 offer.withdraw()
@@ -461,6 +472,7 @@ class Serving:
 
     def close(self) -> None:
         """Expect no more offers: readers that wait for one are notified. Idempotent."""
+        self.changes.is_on = False
         with self._changed:
             self._shelf.closed = True
             self._changed.notify_all()
@@ -535,6 +547,7 @@ class Serving:
             self.pool.discard(copy)
             raise
         moved = Offer(key, offer.manifest, copy, created_after=offer.created_after, lends=offer.lends)
+        moved.deltas = self.changes.sender(moved)
         moved.mark_all_ready()
         with self._changed:
             replaced = self._shelf.replace(key, offer, moved)

@@ -30,7 +30,7 @@ from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader, Target
 from tensorhub_plugins.core.transfer.unreached import Unreached
-from tensorhub_plugins.core.transports import Transport
+from tensorhub_plugins.core.transports import Bases, Transport
 from tensorhub_plugins.core.types import ShardKey, printable
 
 log = logging.getLogger("tensorhub.client")
@@ -67,6 +67,10 @@ class Hub(Protocol):
 class Destinations(Protocol):
     """Where the bytes of a transfer go, and what is notified of its progress; called in the caller's thread."""
 
+    @property
+    def takes_deltas(self) -> bool:
+        """Return whether sources on other hosts may send deltas."""
+
     def announce_read(self, key: ShardKey) -> None:
         """Announce that this shard will be read: peers that ask for it may wait for `prepare`."""
 
@@ -76,6 +80,9 @@ class Destinations(Protocol):
 
     def missing(self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of these segments that are to be read: the others are in place already."""
+
+    def bases(self, shard: int) -> Bases | None:
+        """Return what is here of other versions of this source shard, after `missing`; None: no deltas are wanted."""
 
     def verified(self, shard: int, segment: int) -> None:
         """Note that the bytes of this segment are in place and verified."""
@@ -88,7 +95,8 @@ class Destinations(Protocol):
 class Outcome:
     """The result of a finished transfer. seconds: "find" (until sources were granted), "read" (until all was verified).
 
-    manifests: by source shard. sources: "replica/shard" -> bytes. transports: name -> bytes.
+    manifests: by source shard. sources: "replica/shard" -> bytes. transports: name -> bytes. wire_size_bytes: what was
+    sent for these. delta_size_bytes: of those that came by a delta.
     """
 
     version: int
@@ -101,6 +109,8 @@ class Outcome:
     sources: Counter[str] = field(default_factory=Counter)
     transports: Counter[str] = field(default_factory=Counter)
     losses: tuple[str, ...] = ()
+    wire_size_bytes: int = 0
+    delta_size_bytes: int = 0
 
 
 class Transfer:
@@ -133,6 +143,7 @@ class Transfer:
         self._error: TensorHubError | None = None
         self._bytes_from: Counter[str] = Counter()
         self._bytes_by: Counter[str] = Counter()
+        self._wire = self._by_delta = 0
 
     def source_gone(self, session: bytes) -> None:
         """Note that the hub has declared that worker dead. May be called from any thread."""
@@ -186,6 +197,8 @@ class Transfer:
             self._bytes_from,
             self._bytes_by,
             tuple(self._machine.losses),
+            self._wire,
+            self._by_delta,
         )
 
     def _next_event(self) -> events.Event:
@@ -234,7 +247,8 @@ class Transfer:
             case events.Open(key, grant, _):
                 self._granted_at = self._granted_at or time.monotonic()
                 self._destinations.announce_read(key)
-                reader = SourceReader(key, grant, self._transports, self._machine, self._events)
+                deltas = self._destinations.takes_deltas
+                reader = SourceReader(key, grant, self._transports, self._machine, self._events, deltas=deltas)
                 self._readers[key.shard, grant.session] = reader
                 reader.start()
             case events.Prepare(key, manifest, lender):
@@ -248,6 +262,9 @@ class Transfer:
                 start, stop = self._targets[shard].manifest.segment_range(segment)
                 self._bytes_from[reader.grant.worker] += stop - start
                 self._bytes_by[reader.transport] += stop - start
+                delta_size_bytes = reader.deltas.get(segment)
+                self._wire += stop - start if delta_size_bytes is None else delta_size_bytes
+                self._by_delta += 0 if delta_size_bytes is None else stop - start
                 self._destinations.verified(shard, segment)
             case events.ConfirmEpoch(shard, session):
                 self._readers[shard, session].confirm_epoch()
@@ -275,8 +292,9 @@ class Transfer:
             missing = self._destinations.missing(key, manifest, needed)
         except DeadlineExceeded:  # while planning its many tensors
             return events.Tick()  # the machine raises it, with the peer and what is missing
-        self._targets[key.shard] = Target(manifest, slab, planned)
         is_borrowed = loan is not None and slab.borrowed is loan
+        bases = None if is_borrowed else self._destinations.bases(key.shard)
+        self._targets[key.shard] = Target(manifest, slab, planned, bases)
         return events.Prepared(key.shard, missing, is_borrowed, len(missing) * manifest.segment_size_bytes)
 
     def _ask(self, acquire: messages.Acquire) -> None:
@@ -303,6 +321,7 @@ class Transfer:
         self._targets.clear()
         self._bytes_from.clear()
         self._bytes_by.clear()
+        self._wire = self._by_delta = 0
 
     def _join_all(self) -> None:
         readers = [*self._readers.values(), *self._left]

@@ -31,7 +31,7 @@ from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.reach import at_all_hosts, is_of_one_host
 from tensorhub_plugins.core.security import tls
 from tensorhub_plugins.core.transfer import events, replication
-from tensorhub_plugins.core.transports import Link, More, NotServable, Transport, choices, nothing_in_common
+from tensorhub_plugins.core.transports import Bases, Link, More, NotServable, Transport, choices, nothing_in_common
 from tensorhub_plugins.core.transports.stream.channel import Disconnected
 from tensorhub_plugins.core.transports.ways import FASTER, WAYS
 from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
@@ -53,6 +53,7 @@ class Target:
     manifest: Manifest
     slab: Slab
     moves: Sequence[Move]
+    bases: Bases | None = None
 
 
 @dataclass
@@ -64,7 +65,8 @@ class _Batch:
 
 
 class SourceReader:
-    """Reads one shard from the source of `grant`; `machine` has the deadline, and whether digests are compared."""
+    """Reads one shard from the source of `grant`; `machine` has the deadline, and whether digests are compared. deltas:
+    a source on another host may send them."""
 
     def __init__(
         self,
@@ -73,6 +75,8 @@ class SourceReader:
         transports: Mapping[str, Transport],
         machine: replication.Replication,
         inbox: Events,
+        *,
+        deltas: bool = False,
     ) -> None:
         self.key = key
         self.shard = key.shard
@@ -84,6 +88,8 @@ class SourceReader:
         self._verify = machine.verify
         self._away = distance(machine.location, grant.location)
         self._borrows, self._far = machine.borrows and self._away == HOST, self._away == FAR
+        self._deltas = deltas and self._away != HOST
+        self.deltas: dict[int, int] = {}  # segments that came as a delta, and its size in bytes
         self._inbox = inbox
         self._changed = threading.Condition()
         self._batches: deque[_Batch] = deque()
@@ -279,6 +285,7 @@ class SourceReader:
             self._link = link
             self._misled = self._away != HOST and all(map(is_of_one_host, endpoint.split(",")))
         link.digests, link.ticket, link.borrows = self._verify, self.grant.ticket, self._borrows
+        link.wants_deltas = self._deltas
         return link, link.open(self.key, self.grant.as_of, deadline=deadline)
 
     def _to_measure(self, name: str, endpoint: str, manifest: Manifest) -> list[str]:
@@ -356,7 +363,11 @@ class SourceReader:
         """Read these segments and further ones, tell of each that has arrived, and yield it."""
         assert self._target is not None
         manifest, slab, moves = self._target.manifest, self._target.slab, self._target.moves
+        is_measured = more is None  # by whole segments
+        link.bases = self._target.bases if self._deltas and not is_measured else None
         for segment in link.read(segments, slab, moves, deadline=deadline, more=more):
+            if segment in link.progress.deltas:
+                self.deltas[segment] = link.progress.deltas[segment]
             intact = not self._verify or link.digest(segment) == manifest.digest(segment)
             self._expected_at = time.monotonic() + self._limits.stall_s
             with self._changed:  # the caller's thread adds to it

@@ -18,11 +18,12 @@ from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.options import DEFAULT_TRANSPORTS
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.security.tls import MODE_VARIABLE
-from tensorhub_plugins.core.transports.interface import Link, LinkProgress, More, NotServable, Shelf, Transport
+from tensorhub_plugins.core.transports.interface import Bases, Link, LinkProgress, More, NotServable, Shelf, Transport
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
 
 __all__ = [
+    "Bases",
     "DEFAULT_LIMITS",
     "DEFAULT_TRANSPORTS",
     "Link",

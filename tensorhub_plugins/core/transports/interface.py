@@ -94,22 +94,54 @@ class Transport(Protocol):
         ...
 
 
+class Bases(Protocol):
+    """What a reader holds of other versions of the stream that it reads into a slab with the same stream. Used by the
+    thread that reads; only a transport that sends deltas does."""
+
+    def named(self, segment: int) -> tuple[bytes, ...]:
+        """Return the digests of what is here of this segment, at most two."""
+        ...
+
+    def forget(self, segment: int) -> None:
+        """Forget what the slab held of this segment: it is about to be overwritten."""
+        ...
+
+    def patch(self, segment: int, frame: memoryview, views: Sequence[memoryview]) -> bool:
+        """Make the segment of a base and of the deltas in the frame, in these views; False: that is not possible."""
+        ...
+
+    def patched(self, segment: int, frame: memoryview, *, is_right: bool) -> None:
+        """Note whether the result has the digest of what was published. Right deltas are kept, for others."""
+        ...
+
+    def rate(self, peer: str) -> float:
+        """Return the bytes a second at which this peer sends whole segments; 0: unknown."""
+        ...
+
+    def measured(self, peer: str, size_bytes: int, seconds: float) -> None:
+        """Note how long whole segments took to come."""
+        ...
+
+
 class LinkProgress:
     """The last reported activity of a link's source. Written by the threads that read, read by any.
 
     heard_at: its last sign of life, which may be that it waits for bytes itself; an instant of time.monotonic().
     waiting_at: when it last reported that it waits for bytes itself; 0.0: never. A source that waits is not slow.
-    delayed_segments: those of this read for which the source had to wait.
+    delayed_segments: those of this read for which the source had to wait. deltas: those of this read that came as a
+    delta, and its size in bytes.
     """
 
     def __init__(self) -> None:
         self.heard_at = time.monotonic()
         self.waiting_at = 0.0
         self.delayed_segments: set[int] = set()
+        self.deltas: dict[int, int] = {}
 
     def begin_read(self) -> None:
         """Note that a read begins: no segment of it was delayed yet."""
         self.delayed_segments.clear()
+        self.deltas.clear()
 
     def heard(self) -> None:
         """Note that something came from the source."""
@@ -132,13 +164,17 @@ class Link(Protocol):
     other than VersionGone and NotServable it is closed.
 
     peer: the endpoint it is connected to. progress: the source's last reported activity. digests: whether `read`
-    computes them, for `digest`. ticket: the lease's, for `open`. borrows: whether `open` asks for a loan."""
+    computes them, for `digest`. ticket: the lease's, for `open`. borrows: whether `open` asks for a loan. bases: what
+    the reader of `read` holds of other versions; None: it wants no deltas now. wants_deltas: whether it could take
+    some, if not of this version then of the next one."""
 
     peer: str
     progress: LinkProgress
     digests: bool
     ticket: Ticket | None
     borrows: bool
+    bases: Bases | None
+    wants_deltas: bool
 
     def open(self, key: ShardKey, as_of: int, *, deadline: float) -> Manifest:
         """Begin to read an offer. VersionGone if it is not offered, NotServable if not over this transport.

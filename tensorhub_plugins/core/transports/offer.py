@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from tensorhub_plugins.core.capturing import gate
+from tensorhub_plugins.core.deltas.frame import Step
 from tensorhub_plugins.core.errors import SourceLost, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.types import ShardKey
@@ -18,6 +19,23 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.memory.slab import Slab
 
 CUT_S_MAX = 10.0  # a thread that was cut off only has to leave one system call; beyond this something is broken
+
+
+class Sender(Protocol):
+    """What makes deltas of one offer for its readers. Called from serving threads."""
+
+    def wanted(self) -> None:
+        """Note that a reader could take deltas, if not of this version then of the next one."""
+        ...
+
+    def find(self, segment: int, bases: Sequence[bytes], rate: float) -> list[Step] | None:
+        """Return what turns one of these bases, digests, into this segment; None: it is to be sent whole. rate: bytes a
+        second at which that would come; 0: unknown."""
+        ...
+
+    def refuse(self, links: Sequence[tuple[bytes, bytes]]) -> None:
+        """Forget these deltas, named by what they turn into what: the reader asked for the segment whole after all."""
+        ...
 
 
 class Offer:
@@ -44,6 +62,7 @@ class Offer:
         self.manifest = manifest
         self.slab = slab
         self.lends = lends
+        self.deltas: Sender | None = None  # None: segments are sent whole
         self.epoch = epoch  # sent to readers, which compare it after reading
         self._ready = bytearray(manifest.segment_count)
         self._changed = threading.Condition()

@@ -7,6 +7,7 @@ between them, for links that are faster than that or lose packets.
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,8 @@ from tensorhub_plugins.core.transports.pump import OrderedWork, pump
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import SocketLink
-from tensorhub_plugins.core.transports.stream.messages import SEGMENT
+from tensorhub_plugins.core.transports.stream.messages import DELTA, SEGMENT
+from tensorhub_plugins.core.transports.stream.patches import Patches
 from tensorhub_plugins.core.transports.stream.several import connect_all, pump_all
 from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
 from tensorhub_plugins.core.transports.stream.source import SourceBackend, StreamServer
@@ -107,7 +109,7 @@ class TcpLink(SocketLink):
         channels = self._channels[: len(segments)]
         streams = [_TcpStream(self, channel, manifest, plan, deadline) for channel in channels]
         if len(streams) == 1:
-            return pump(streams[0], segments, self._additional)
+            return pump(streams[0], segments, lambda due: streams[0].again() or self._additional(due))
         return pump_all(streams, segments, self._more, self.cut)
 
 
@@ -126,6 +128,7 @@ class _TcpStream:
         self._plan = plan
         self._deadline = deadline
         self._landed: list[int] = []
+        self._patches = Patches(link.bases, channel, manifest, plan, link.progress, deadline)
         self._finishing = OrderedWork()
         offloads = manifest.segment_size_bytes >= link._offload_size_bytes
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-tcp-finish") if offloads else None
@@ -135,24 +138,39 @@ class _TcpStream:
         return len(self._landed) + len(self._finishing)
 
     def request(self, segments: Sequence[int]) -> None:
-        self._link._request(self._channel, segments, self._deadline)
+        if self._patches.may_come:
+            self._patches.request(segments)
+        else:
+            self._link._request(self._channel, segments, self._deadline)
+
+    def again(self) -> list[int]:
+        return self._patches.again()
 
     def has_input(self) -> bool:
         return self._channel.has_input()
 
     def announced(self, due: deque[int]) -> list[int]:
         start, stop = self._manifest.segment_range(due[0])
-        length = self._link._announced(self._channel, SEGMENT, due[0], self._deadline)
+        or_else = DELTA if self._patches.may_come else None
+        length = self._link._announced(self._channel, SEGMENT, due[0], self._deadline, or_else)
         if length is None:
             return []
+        if self._channel.kind == DELTA:
+            self._patches.receive(due[0], length)
+            return [due.popleft()]
         if length != stop - start:
             raise ProtocolError(f"segment {due[0]} has {stop - start} bytes, the source sends {length}")
         return [due.popleft()]
 
     def start(self, ready: deque[int]) -> bool:
         segment = ready.popleft()
+        if (made := self._patches.make(segment)) is not None:
+            self._landed += made
+            return True
         with ExitStack() as stack:
-            self._channel.fill(stack.enter_context(self._plan.receiving(segment)), self._deadline)
+            views, began = stack.enter_context(self._plan.receiving(segment)), time.monotonic()
+            self._channel.fill(views, self._deadline)
+            self._patches.came_whole(views, began)
             if self._pool is not None:
                 self._finishing.add(self._pool.submit(_finish, stack.pop_all(), segment))
         if self._pool is None:
@@ -164,6 +182,7 @@ class _TcpStream:
         return landed or self._finishing.take(wait=wait)
 
     def close(self) -> None:
+        self._patches.close()
         if self._pool is not None:
             self._pool.shutdown()
 
@@ -177,6 +196,7 @@ class TcpSource(SourceBackend):
     """A backend that serves any memory through the socket."""
 
     name = "tcp"
+    sends_deltas = True
 
     def accept_peer(self, sock: socket.socket) -> str:
         tune(sock)

@@ -72,6 +72,7 @@ def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count
         location=location_of(given),
         transports=given.transports,
         digest=given.digest,
+        delta=given.delta,
         memory_budget_bytes=given.memory_budget_bytes,
         over_budget=given.over_budget,
         advertise_host=node_addresses(),

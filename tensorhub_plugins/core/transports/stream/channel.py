@@ -71,6 +71,7 @@ class Channel:
         self.peer = peer
         self.nonce = b""  # this connection's, chosen by the source
         self.waited = False  # the source had to wait for the segment of the last header
+        self.kind = 0  # of the last header
         self.has_offer = False  # at the source: its reader has an offer open
         self.is_given_up = False  # its slot was given to another reader
         self._stall_s = stall_s
@@ -180,7 +181,7 @@ class Channel:
         header = bytearray(HEADER.size)
         self.fill([memoryview(header)], deadline)
         kind, waited, segment, length = HEADER.unpack(header)
-        self.waited = bool(waited)
+        self.kind, self.waited = kind, bool(waited)
         return kind, segment, length
 
     def receive_request(self, begins_by: float | None, whole_s: float) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.messages import Ticket
 from tensorhub_plugins.core.security.leases import prove
-from tensorhub_plugins.core.transports.interface import LinkProgress, More, NotServable
+from tensorhub_plugins.core.transports.interface import Bases, LinkProgress, More, NotServable
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, check_segments, runs_of
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent
 from tensorhub_plugins.core.transports.stream.messages import (
@@ -90,6 +90,8 @@ class SocketLink:
         self.digests = True
         self.ticket: Ticket | None = None
         self.borrows = False
+        self.bases: Bases | None = None
+        self.wants_deltas = False
         self._by_address = False
         self._more: More | None = None
         self._guard = threading.Lock()
@@ -127,7 +129,8 @@ class SocketLink:
         is_first = channel is self._channels[0]
         ticket = self.ticket
         lease = None if ticket is None else (ticket.claim, prove(ticket.key, channel.nonce))
-        return StreamOpen(key, as_of, not is_first, self._by_address and is_first, lease, self.borrows and is_first)
+        by_address, borrows = self._by_address and is_first, self.borrows and is_first
+        return StreamOpen(key, as_of, not is_first, by_address, lease, borrows, self.wants_deltas)
 
     def read(
         self,
@@ -237,8 +240,11 @@ class SocketLink:
     def _request(self, channel: Channel, segments: Sequence[int], deadline: float) -> None:
         channel.send_message(StreamRead(runs_of(segments), max(0.0, deadline - time.monotonic())), deadline)
 
-    def _announced(self, channel: Channel, kind: int, segment: int, deadline: float) -> int | None:
+    def _announced(
+        self, channel: Channel, kind: int, segment: int, deadline: float, or_else: int | None = None
+    ) -> int | None:
         """Take one frame: a sign of life (None), or the header of this kind for this segment; return its length.
+        or_else: another kind that may come instead, see `Channel.kind`.
 
         Everything that a source sends during a read passes here, so `progress` sees it for all transports."""
         got_kind, got, length = channel.receive_header(deadline)
@@ -248,7 +254,7 @@ class SocketLink:
             return None
         if got_kind == CONTROL:
             self._reply(channel, StreamOpened, deadline, length)  # a refusal, which this raises
-        if (got_kind, got) != (kind, segment):
+        if got_kind not in (kind, or_else) or got != segment:
             raise ProtocolError(f"segment {segment} was due, there came kind {got_kind}, segment {got}")
         if channel.waited:
             self.progress.delayed(segment)

@@ -7,7 +7,9 @@
                                     <-      StreamOpened(epoch, manifest) or StreamRefused(reason);
                                             shm: its file (and a loan of it), or its addresses
     StreamRead(segment runs, seconds) ->    (any number, without waiting for what was asked for before)
-                                    <-      for each segment, once it is ready: SEGMENT header, then its bytes; shm,
+                                    <-      for each segment, once it is ready: SEGMENT header, then its bytes; tcp,
+                                            where the reader named a base: or DELTA header, then a frame of
+                                            deltas/frame.py; shm,
                                             for all that are ready: READY header (the first of them, how many);
                                             ALIVE now and then while the source itself waits;
                                             StreamRefused at its deadline
@@ -26,6 +28,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.protocol.messages import Claim
 from tensorhub_plugins.core.types import ShardKey
@@ -36,7 +39,10 @@ NONCE_SIZE_BYTES = 16
 HELLO = struct.Struct(f"!8sHH{NONCE_SIZE_BYTES}s")  # magic, protocol version, 0, nonce of the source
 # Kind, 1: the source had to wait for it, segment, length of what follows in bytes (READY: how many segments).
 HEADER = struct.Struct("!BBxxIQ")
-CONTROL, SEGMENT, ALIVE, READY = 1, 2, 3, 4
+CONTROL, SEGMENT, ALIVE, READY, DELTA = 1, 2, 3, 4, 5
+BASES_MAX = 2  # digests that a reader names of one segment: of what it reads into, and of what it serves
+BASED_SEGMENTS_MAX = 1024  # that are asked for with bases at a time: such a request is below OPENING_SIZE_BYTES_MAX
+NO_BASE = bytes(DIGEST_SIZE_BYTES)
 NO_MANIFEST = msgspec.msgpack.encode(None)
 
 REQUEST_SIZE_BYTES_MAX = 4 << 20  # every second segment of a 1 TB shard named one by one is 2 MB
@@ -62,6 +68,7 @@ class StreamOpen(_Message, frozen=True):
     by_address: bool = False  # shm: the reader can read this process's memory itself
     lease: tuple[Claim, bytes] | None = None  # where the hub has a secret; with the proof of possession, see leases.py
     borrows: bool = False  # shm: the reader would use the memory in place, for as long as it needs
+    deltas: bool = False  # tcp: the reader could take deltas, if not of this version then of the next one
 
 
 class StreamRead(_Message, frozen=True):
@@ -69,6 +76,9 @@ class StreamRead(_Message, frozen=True):
 
     runs: Annotated[list[tuple[Count, Count]], msgspec.Meta(max_length=1 << 20)]  # of segments, [start, stop)
     seconds: Annotated[float, msgspec.Meta(ge=0)]  # until the reader's deadline
+    # What the reader holds of other versions: each a digest for every segment asked for, or NO_BASE, in their order.
+    bases: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=BASES_MAX)] = ()
+    rate: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # bytes a second at which whole segments come; 0: unknown
 
 
 class StreamFinish(_Message, frozen=True):
@@ -112,6 +122,21 @@ def request_size_bytes_max(segments: int | None) -> int:
     stranger makes a source allocate more than 64 KiB, and no reader more than there is to ask for."""
     runs = 0 if segments is None else (segments + 1) // 2
     return min(OPENING_SIZE_BYTES_MAX + RUN_SIZE_BYTES_MAX * runs, REQUEST_SIZE_BYTES_MAX)
+
+
+def bases_of(request: StreamRead) -> dict[int, tuple[bytes, ...]]:
+    """Return the digests that a reader names, by segment. Raise ProtocolError for too many or too few."""
+    if not request.bases:
+        return {}
+    count = sum(stop - start for start, stop in request.runs)
+    if any(len(each) != count * DIGEST_SIZE_BYTES for each in request.bases):  # before so many are listed
+        raise ProtocolError(f"bases of {list(map(len, request.bases))} bytes for {count} segments")
+    segments = (segment for run in request.runs for segment in range(*run))
+    found: dict[int, tuple[bytes, ...]] = {}
+    for at, segment in enumerate(segments):
+        digests = (each[at * DIGEST_SIZE_BYTES : (at + 1) * DIGEST_SIZE_BYTES] for each in request.bases)
+        found[segment] = tuple(digest for digest in digests if digest != NO_BASE)
+    return found
 
 
 def check_hello(greeting: bytearray) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from tensorhub_plugins.core.transports.interface import More
 from tensorhub_plugins.core.transports.pump import SegmentStream, pump
@@ -34,8 +35,16 @@ def connect_all(connect: Callable[[str], Channel], endpoint: str, count: int) ->
     return channels
 
 
+class RepeatingStream(SegmentStream, Protocol):
+    """A stream that may have to ask for some of its segments again."""
+
+    def again(self) -> list[int]:
+        """Return the segments that are to be asked for again, each once."""
+        ...
+
+
 def pump_all(
-    streams: Sequence[SegmentStream], segments: list[int], more: More | None, cut: Callable[[], None]
+    streams: Sequence[RepeatingStream], segments: list[int], more: More | None, cut: Callable[[], None]
 ) -> Iterator[int]:
     """Do as `pump` over all of these streams, each in its own thread. cut: ends them when the read is abandoned."""
     # Entries of `arrived`: a segment that has arrived, or the exception or None that ended a stream.
@@ -43,9 +52,9 @@ def pump_all(
     running = len(streams)
     todo = SegmentQueue(segments, more, running)
 
-    def run(stream: SegmentStream) -> None:
+    def run(stream: RepeatingStream) -> None:
         try:
-            for segment in pump(stream, [], todo.take):
+            for segment in pump(stream, [], lambda due: stream.again() or todo.take(due)):
                 arrived.put(segment)
             arrived.put(None)
         except BaseException as error:

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from tensorhub_plugins.core import resources
+from tensorhub_plugins.core.deltas.frame import frame_of, links_of
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, VersionGone
 from tensorhub_plugins.core.process import close_in_children
 from tensorhub_plugins.core.security.leases import Gate
@@ -25,6 +26,7 @@ from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnect
 from tensorhub_plugins.core.transports.stream.messages import (
     ALIVE,
     CONTROL,
+    DELTA,
     HEADER,
     HELLO,
     MAGIC,
@@ -41,6 +43,7 @@ from tensorhub_plugins.core.transports.stream.messages import (
     StreamRead,
     StreamRefused,
     StreamRequest,
+    bases_of,
     check_hello,
     request_decoder,
     request_size_bytes_max,
@@ -61,6 +64,7 @@ class SourceBackend:
 
     name: ClassVar[str]
     keeps_connections: ClassVar[bool] = False  # for the next version: readers may be silent until then
+    sends_deltas: ClassVar[bool] = False
 
     def accept_peer(self, sock: socket.socket) -> str:
         """Prepare an accepted socket and return the peer's name; ProtocolError if it is not allowed."""
@@ -282,6 +286,9 @@ class ReaderConnection:
         self._offer: Offer | None = None
         self._reader = -1
         self._lease = ""  # of the current read
+        self._bases: dict[int, tuple[bytes, ...]] = {}  # what the reader holds of what it asks for
+        self._rate = 0.0
+        self._sent: dict[int, list[tuple[bytes, bytes]]] = {}  # segments of this offer that were sent as deltas
 
     def run(self) -> None:
         """Answer requests until the reader leaves. Raises what ended it."""
@@ -348,6 +355,8 @@ class ReaderConnection:
         reason = self._backend.refusal(offer) if addresses is None else None
         if reason is not None:
             raise NotServable(reason)
+        if request.deltas and offer.deltas is not None and self._backend.sends_deltas:
+            offer.deltas.wanted()
         self._reader = offer.attach(self._channel.cut)
         self._offer, self._channel.has_offer = offer, True
         if addresses is not None and offer.slab is not slab:  # it moved before this reader was registered
@@ -378,6 +387,7 @@ class ReaderConnection:
         if any(not start < stop <= count for start, stop in request.runs):
             raise ProtocolError(f"a read of segments {request.runs[:4]}..., the shard has {count}")
         deadline = time.monotonic() + min(request.seconds, READ_S_MAX)
+        self._bases, self._rate = bases_of(request), request.rate
         serve = self._announce if self._backend.ready_batch_max(self._channel) else self._send
         for segment, stop in request.runs:
             while segment < stop:
@@ -387,9 +397,25 @@ class ReaderConnection:
     def _send(self, offer: Offer, segment: int, stop: int, deadline: float) -> int:
         """Send a segment once it is ready; return the next one."""
         waited = self._await(offer, segment, deadline)
-        payload = self._payload(offer, segment, deadline)
-        self._channel.send([HEADER.pack(SEGMENT, waited, segment, sum(map(len, payload))), *payload], deadline)
+        frame = self._delta(offer, segment)
+        payload: Sequence[bytes | memoryview] = frame or self._payload(offer, segment, deadline)
+        kind = DELTA if frame else SEGMENT
+        self._channel.send([HEADER.pack(kind, waited, segment, sum(map(len, payload))), *payload], deadline)
         return segment + 1
+
+    def _delta(self, offer: Offer, segment: int) -> list[bytes]:
+        """Return the segment as deltas from what the reader holds; none: it is to be sent whole."""
+        links, bases = self._sent.pop(segment, None), self._bases.get(segment)
+        if offer.deltas is None or not self._backend.sends_deltas:
+            return []
+        if links and not bases:  # asked for again: they did not make it
+            offer.deltas.refuse(links)
+        steps = offer.deltas.find(segment, bases, self._rate) if bases else None
+        if steps is None:
+            return []
+        self._note_use()
+        self._sent[segment] = links_of(steps, offer.manifest.digest(segment))
+        return frame_of(steps)
 
     def _announce(self, offer: Offer, first: int, stop: int, deadline: float) -> int:
         """Announce a segment once it is ready, and those after it that are ready by now, to a reader that copies the
@@ -437,6 +463,7 @@ class ReaderConnection:
 
     def _release(self, *, ended: bool = False) -> None:
         offer, self._offer, self._channel.has_offer = self._offer, None, False
+        self._bases, self._sent = {}, {}
         try:
             self._backend.on_reader_done(self._channel, ended=ended)
         finally:

@@ -1,0 +1,274 @@
+"""What one worker can save its readers and itself: deltas between versions of one stream that it holds.
+
+At the source `Sender` answers for one offer: with a delta that is there, or that is made now from two versions on the
+shelf. At the reader `Bases` names what is there of other versions, and makes a segment of it and a delta. Both end in
+"send it whole" whatever is missing, late or wrong, and the digest of the result decides.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import prod
+
+import numpy as np
+
+from tensorhub_plugins.core.deltas import codec, native
+from tensorhub_plugins.core.deltas.cache import Deltas
+from tensorhub_plugins.core.deltas.codec import Bytes, Span
+from tensorhub_plugins.core.deltas.frame import Step, links_of, steps_of
+from tensorhub_plugins.core.digests import digest_of
+from tensorhub_plugins.core.errors import UsageError, VersionGone
+from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.memory.contents import is_alike
+from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.options import Delta
+from tensorhub_plugins.core.transports import Offer
+from tensorhub_plugins.core.types import ShardKey
+
+WRONG_MAX = 3  # results of one read that are not what was published: then its bases are not what they are taken for
+RATES_MAX = 256  # endpoints whose rate is remembered
+AHEAD_FOR = 8  # versions for which deltas are made ahead after a reader could take some
+
+
+class Changes:
+    """The deltas of one worker. offers: returns what is whole on its shelf, the newest first."""
+
+    def __init__(self, offers: Callable[[], list[Offer]], delta: Delta = "auto") -> None:
+        self.is_on = delta == "auto"
+        self.deltas = Deltas()
+        self.rates: OrderedDict[str, float] = OrderedDict()
+        self._offers = offers
+        self._ahead = 0  # for so many more versions deltas are made before a reader asks
+        if self.is_on:
+            native.begin()
+
+    def sender(self, offer: Offer) -> Sender | None:
+        """Return what answers readers of this offer with deltas; None: there are none."""
+        can = self.is_on and offer.manifest.has_digests and offer.slab.device is None
+        if can:
+            self.deltas.fit(offer.manifest.size_bytes)
+        return Sender(self, offer) if can else None
+
+    def bases(self, key: ShardKey, manifest: Manifest, slab: Slab, was: dict[int, bytes]) -> Bases | None:
+        """Return what is here of other versions of what is read into this slab; None: deltas are not wanted. was: the
+        digests of what it held itself, by segment."""
+        if not self.is_on or slab.device is not None:
+            return None
+        self.deltas.fit(manifest.size_bytes)
+        return Bases(self, manifest, slab, was, self.alike(key, manifest))
+
+    def alike(self, key: ShardKey, manifest: Manifest) -> list[Offer]:
+        """Return the offers of other versions of this stream, the newest first."""
+        return [
+            offer
+            for offer in self._offers()
+            if (offer.key.layout, offer.key.shard, offer.key.shard_count) == (key.layout, key.shard, key.shard_count)
+            and offer.version != key.version
+            and offer.slab.device is None
+            and is_alike(offer.manifest, manifest)
+        ]
+
+    def wanted(self) -> None:
+        """Note that there are readers which could take deltas."""
+        self._ahead = AHEAD_FOR
+
+    def make_ahead(self, version: int, layout: str, is_over: Callable[[], bool] = lambda: False) -> int:
+        """Make the deltas from this version to the next one that is here, before its memory is used for another; return
+        how many. Nothing where no reader was seen that could take them. is_over: asked between two segments."""
+        if self._ahead <= 0 or not self.is_on:
+            return 0
+        self._ahead -= 1
+        count = 0
+        for old in [offer for offer in self._offers() if (offer.version, offer.key.layout) == (version, layout)]:
+            newer = [offer for offer in self.alike(old.key, old.manifest) if offer.version > version]
+            for segment in range(old.manifest.segment_count if newer else 0):
+                if is_over() or not self.is_on:
+                    return count
+                count += self.make(old, newer[-1], segment, 0.0) is not None
+        return count
+
+    def make(self, old: Offer, new: Offer, segment: int, rate: float) -> bytes | None:
+        """Return the delta of one segment between two offers; None: it is not worth it, or one of them is withdrawn."""
+        (start, stop), began = new.manifest.segment_range(segment), 0.0
+
+        def make() -> bytes | None:
+            nonlocal began
+            began = time.monotonic()
+            before, after = (_joined(offer.slab.readable(start, stop)) for offer in (old, new))
+            return codec.encode(before, after, spans_of(new.manifest, segment), native.kernel())
+
+        base, wanted = old.manifest.digest(segment), new.manifest.digest(segment)
+        if base == wanted:
+            return None
+        with suppress(VersionGone, UsageError), _Reading(old), _Reading(new):
+            delta = self.deltas.made(base, wanted, make, rate=rate)
+            if began:
+                self.deltas.took(stop - start, time.monotonic() - began, delta)
+            return delta
+        return None
+
+
+class Sender:
+    """The deltas of one offer, for its readers."""
+
+    def __init__(self, changes: Changes, offer: Offer) -> None:
+        self._changes = changes
+        self._offer = offer
+
+    def wanted(self) -> None:
+        """Note that a reader could take deltas."""
+        self._changes.wanted()
+
+    def find(self, segment: int, bases: Sequence[bytes], rate: float) -> list[Step] | None:
+        """Return what turns one of these bases into this segment; None: send it whole. rate: as of `Deltas.made`."""
+        manifest, wanted = self._offer.manifest, self._offer.manifest.digest(segment)
+        start, stop = manifest.segment_range(segment)
+        most = int(codec.WORTH * (stop - start))
+        if (found := self._changes.deltas.chain(bases, wanted, most)) is not None:
+            return found
+        for other in self._changes.alike(self._offer.key, manifest):
+            if other.manifest.digest(segment) in bases:
+                delta = self._changes.make(other, self._offer, segment, rate)
+                return None if delta is None else [Step(other.manifest.digest(segment), delta)]
+        return None
+
+    def refuse(self, links: Sequence[tuple[bytes, bytes]]) -> None:
+        """Forget these deltas: they did not make what they should."""
+        for base, made in links:
+            self._changes.deltas.drop(base, made)
+
+
+class Bases:
+    """What a reader holds of other versions of the stream that it reads."""
+
+    def __init__(
+        self, changes: Changes, manifest: Manifest, slab: Slab, was: dict[int, bytes], others: Sequence[Offer]
+    ) -> None:
+        self._changes = changes
+        self._manifest = manifest
+        self._slab = slab
+        self._was = was  # in the memory that is read into itself
+        self._others = list(others)
+        self._wrong = 0
+
+    @property
+    def count(self) -> int:
+        """Return for how many segments there is a base."""
+        return self._manifest.segment_count if self._others else len(self._was)
+
+    def named(self, segment: int) -> tuple[bytes, ...]:
+        """Return the digests of what is here of this segment, at most two."""
+        if self._wrong >= WRONG_MAX:
+            return ()
+        found = dict.fromkeys(offer.manifest.digest(segment) for offer in self._others[:1])
+        if segment in self._was:
+            found[self._was[segment]] = None
+        return tuple(found)
+
+    def copy_equal(self, segment: int) -> bool:
+        """Copy the segment from another version that has the very same one; return whether that was possible."""
+        wanted = self._manifest.digest(segment)
+        for offer in self._others:
+            if offer.manifest.digest(segment) == wanted:
+                with self._slab.writable(*self._manifest.segment_range(segment)) as views:
+                    copied = self._copy(offer, segment, views)
+                    if copied and digest_of(views, self._manifest.digest_algorithm) == wanted:
+                        return True
+                self.forget(segment)
+        return False
+
+    def forget(self, segment: int) -> None:
+        """Forget what the slab held of this segment: it is about to be overwritten."""
+        self._was.pop(segment, None)
+
+    def patch(self, segment: int, frame: memoryview, views: Sequence[memoryview]) -> bool:
+        """Make the segment of a base and the deltas of a frame; return whether something came of it: its digest shows
+        whether that is what was published. views: the segment's memory in the slab."""
+        try:
+            steps = steps_of(frame)
+        except ValueError:
+            return False
+        if not self._bring(segment, steps[0].base, views):
+            return False
+        spans, is_whole = spans_of(self._manifest, segment), len(views) == 1
+        target = np.frombuffer(views[0], np.uint8) if is_whole else _joined(views)
+        try:
+            for step in steps:
+                codec.apply(target, step.delta, spans, native.kernel())
+        except ValueError:
+            return False
+        if not is_whole:
+            copy_views([target.data], views)
+        return True
+
+    def patched(self, segment: int, frame: memoryview, *, is_right: bool) -> None:
+        """Note whether the result has the digest of what was published. Right deltas are kept, for others."""
+        self.forget(segment)
+        if not is_right:
+            self._wrong += 1
+            return
+        steps = steps_of(frame)
+        for step, (base, made) in zip(steps, links_of(steps, self._manifest.digest(segment)), strict=True):
+            self._changes.deltas.put(base, made, step.delta)
+
+    def rate(self, peer: str) -> float:
+        """Return the bytes a second at which this peer sends whole segments; 0: unknown."""
+        return self._changes.rates.get(peer, 0.0)
+
+    def measured(self, peer: str, size_bytes: int, seconds: float) -> None:
+        """Note how long whole segments took to come."""
+        with _rates_lock:
+            self._changes.rates[peer] = size_bytes / max(seconds, 1e-9)
+            while len(self._changes.rates) > RATES_MAX:
+                self._changes.rates.popitem(last=False)
+
+    def _bring(self, segment: int, base: bytes, views: Sequence[memoryview]) -> bool:
+        """Have the bytes of this digest in the slab; return whether they are believed to be there."""
+        if self._was.get(segment) == base:
+            return True
+        found = next((offer for offer in self._others if offer.manifest.digest(segment) == base), None)
+        return found is not None and self._copy(found, segment, views)
+
+    def _copy(self, offer: Offer, segment: int, views: Sequence[memoryview]) -> bool:
+        with suppress(VersionGone), _Reading(offer):
+            copy_views(offer.slab.readable(*self._manifest.segment_range(segment)), views)
+            return True
+        return False
+
+
+class _Reading:
+    """Keeps an offer's memory from being reused. Only for moments: a withdrawal waits for them."""
+
+    def __init__(self, offer: Offer) -> None:
+        self._offer = offer
+        self._reader = -1
+
+    def __enter__(self) -> None:
+        self._reader = self._offer.attach(lambda: None)
+
+    def __exit__(self, *_: object) -> None:
+        self._offer.detach(self._reader)
+
+
+def spans_of(manifest: Manifest, segment: int) -> list[Span]:
+    """Return the spans of this segment, which follow from its tensors."""
+    start, stop = manifest.segment_range(segment)
+    table, pieces = manifest.tensors, []
+    for spec in manifest.specs_in([segment]):
+        offset, count = table.offsets[table.positions[spec.name]] - start, prod(spec.shape)
+        size = spec.size_bytes // count if count and spec.size_bytes % count == 0 else 1
+        pieces.append((offset, offset + spec.size_bytes, size))
+    return codec.spans_of(pieces, stop - start)
+
+
+_rates_lock = threading.Lock()
+
+
+def _joined(views: Sequence[memoryview]) -> Bytes:
+    arrays = [np.frombuffer(view, np.uint8) for view in views]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

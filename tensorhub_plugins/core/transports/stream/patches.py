@@ -1,0 +1,95 @@
+"""The reader's end of deltas on one stream: names what is here, makes segments of what comes, asks again if wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tensorhub_plugins.core.deltas.codec import WORTH
+from tensorhub_plugins.core.deltas.frame import CHAIN_MAX, HEAD
+from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.transports.interface import Bases, LinkProgress
+from tensorhub_plugins.core.transports.read_plan import ReadPlan, runs_of
+from tensorhub_plugins.core.transports.stream.channel import Channel
+from tensorhub_plugins.core.transports.stream.messages import BASED_SEGMENTS_MAX, BASES_MAX, NO_BASE, StreamRead
+
+
+class Patches:
+    """The deltas of one read over one connection. bases: None: there are none."""
+
+    def __init__(
+        self,
+        bases: Bases | None,
+        channel: Channel,
+        manifest: Manifest,
+        plan: ReadPlan,
+        progress: LinkProgress,
+        deadline: float,
+    ) -> None:
+        self._bases = bases if plan.computes else None
+        self._channel, self._deadline = channel, deadline
+        self._manifest, self._plan, self._progress = manifest, plan, progress
+        self._frame: bytearray | None = None  # what came instead of the next segment
+        self._wrong: set[int] = set()  # segments whose delta did not make what was published
+        self._again: list[int] = []  # of these, those that are to be asked for anew
+        self._size_bytes, self._seconds = 0, 0.0  # of what came whole
+
+    @property
+    def may_come(self) -> bool:
+        """Return whether the source may send deltas."""
+        return self._bases is not None
+
+    def request(self, segments: Sequence[int]) -> None:
+        """Ask for these segments, and name what is here of each."""
+        bases = self._bases
+        for at in range(0, len(segments), BASED_SEGMENTS_MAX):
+            some = segments[at : at + BASED_SEGMENTS_MAX]
+            named = [() if bases is None or segment in self._wrong else bases.named(segment) for segment in some]
+            filled = [(*digests, *[NO_BASE] * BASES_MAX)[:BASES_MAX] for digests in named]
+            joined = tuple(each for each in map(b"".join, zip(*filled, strict=True)) if any(each))
+            rate = bases.rate(self._channel.peer) if bases is not None and joined else 0.0
+            left_s = max(0.0, self._deadline - time.monotonic())
+            self._channel.send_message(StreamRead(runs_of(some), left_s, joined, rate), self._deadline)
+
+    def again(self) -> list[int]:
+        """Return the segments that are to be asked for again, each once."""
+        again, self._again = self._again, []
+        return again
+
+    def receive(self, segment: int, length: int) -> None:
+        """Receive the delta of this segment, whose header has come. Raise ProtocolError for one that may not come."""
+        if segment in self._wrong:
+            raise ProtocolError(f"segment {segment} was asked for whole, the source sends a delta")
+        start, stop = self._manifest.segment_range(segment)
+        limit = int(WORTH * (stop - start)) + CHAIN_MAX * HEAD.size
+        self._frame = self._channel.receive_body(length, limit, self._deadline)
+
+    def make(self, segment: int) -> list[int] | None:
+        """Make the segment of the delta that has come; return it, or nothing if it is wrong. None: none has come."""
+        if self._bases is None:
+            return None
+        if self._frame is None:
+            self._bases.forget(segment)  # about to be overwritten
+            return None
+        frame, self._frame = memoryview(self._frame), None
+        with self._plan.receiving(segment) as views:
+            is_right = self._bases.patch(segment, frame, views)
+        is_right = is_right and self._plan.digest(segment) == self._manifest.digest(segment)
+        self._bases.patched(segment, frame, is_right=is_right)
+        if not is_right:
+            self._wrong.add(segment)
+            self._again.append(segment)
+            return []
+        self._progress.deltas[segment] = len(frame)
+        return [segment]
+
+    def came_whole(self, views: Sequence[memoryview], began: float) -> None:
+        """Note that so much came whole, in the time since then."""
+        self._seconds += time.monotonic() - began
+        self._size_bytes += sum(map(len, views))
+
+    def close(self) -> None:
+        """Note the rate at which whole segments came, for the next read."""
+        if self._bases is not None and self._size_bytes:
+            self._bases.measured(self._channel.peer, self._size_bytes, self._seconds)

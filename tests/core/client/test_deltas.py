@@ -1,0 +1,213 @@
+"""Deltas between real clients: what has changed crosses the network; whatever is wrong ends in whole segments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from client_stage import RUNTIME
+
+from tensorhub_plugins.core import CHECKPOINT, Location
+from tensorhub_plugins.core.deltas import native
+
+HERE, THERE, ELSEWHERE = (Location(host=name) for name in "abc")
+SIZE = 1 << 20
+
+
+def weights(seed: int = 1) -> dict[str, torch.Tensor]:
+    """SIZE bytes of several dtypes, in many segments."""
+    make = torch.Generator().manual_seed(seed)
+    return {
+        "bf16": torch.randn(SIZE // 4, generator=make).to(torch.bfloat16),
+        "fp32": torch.randn(SIZE // 16, generator=make),
+        "fp8": torch.randn(SIZE // 4, generator=make).to(torch.float8_e4m3fn),
+    }
+
+
+def stepped(tensors: dict[str, torch.Tensor], seed: int, share: float = 0.01) -> dict[str, torch.Tensor]:
+    """The next version: that share of the elements has moved by one in the last place."""
+    make = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, tensor in tensors.items():
+        bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]).clone()
+        bits += (torch.rand(bits.shape, generator=make) < share).to(bits.dtype)
+        found[name] = bits.view(tensor.dtype)
+    return found
+
+
+def versions(count: int, share: float = 0.01) -> list[dict[str, torch.Tensor]]:
+    made = [weights()]
+    while len(made) < count:
+        made.append(stepped(made[-1], len(made), share))
+    return made
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
+
+
+def follow(client: Any, version: int, **options: Any) -> Any:
+    """Fetch a version, serve it, and only then let the one before go, as an engine does."""
+    fetched = client.fetch(version, serve=True, **options)
+    for key in client.serving():
+        if key.version < version:
+            client.unpublish(key.version)
+    return fetched
+
+
+def test_a_version_costs_what_has_changed_and_is_passed_on(stage):
+    """The trainer has forgotten the older version: its deltas were made before."""
+    trainer, one, two = (
+        stage.client(name, location=where) for name, where in (("trainer", HERE), ("one", THERE), ("two", ELSEWHERE))
+    )
+    v1, v2 = versions(2)
+    trainer.publish(1, v1)
+    held = [follow(client, 1) for client in (one, two)]
+    trainer.publish(2, v2)
+    assert trainer.changes.make_ahead(1, CHECKPOINT) > 0
+    trainer.unpublish(1)
+    first = follow(one, 2)
+    assert equal(first.tensors(), v2)
+    report = first.report
+    assert report.delta_size_bytes == sum(report.sources.values()) > SIZE // 2  # as bytes of the version
+    assert report.wire_size_bytes < SIZE // 30  # and as bytes of the wire
+    trainer.unpublish(2)
+    second = follow(two, 2)
+    assert equal(second.tensors(), v2) and set(second.report.sources) == {"one/0"}
+    assert second.report.wire_size_bytes == report.wire_size_bytes  # what one had received
+    for fetched in (*held, first, second):
+        fetched.release()
+
+
+@pytest.mark.parametrize("side", ["trainer", "rollout"])
+def test_with_delta_off_at_either_end_all_of_it_is_read(stage, side):
+    trainer, rollout = (
+        stage.client(name, location=where, delta="off" if name == side else "auto")
+        for name, where in (("trainer", HERE), ("rollout", THERE))
+    )
+    v1, v2 = versions(2)
+    trainer.publish(1, v1)
+    follow(rollout, 1)
+    trainer.publish(2, v2)
+    fetched = follow(rollout, 2)
+    assert equal(fetched.tensors(), v2)
+    assert fetched.report.delta_size_bytes == 0 and fetched.report.wire_size_bytes == sum(
+        fetched.report.sources.values()
+    )
+
+
+def test_on_the_same_host_whole_segments_are_faster(stage):
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    v1, v2 = versions(2)
+    trainer.publish(1, v1)
+    follow(rollout, 1)
+    trainer.publish(2, v2)
+    assert follow(rollout, 2).report.delta_size_bytes == 0
+
+
+def test_in_place_the_memory_itself_is_the_base(stage):
+    trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
+    v1, v2 = versions(2)
+    trainer.publish(1, v1)
+    mine = {name: torch.zeros_like(tensor) for name, tensor in v1.items()}
+    rollout.replicate(mine, 1)
+    rollout.unpublish(1)
+    trainer.publish(2, v2)
+    trainer.changes.make_ahead(1, CHECKPOINT)
+    report = rollout.replicate(mine, 2)
+    assert equal(mine, v2) and report.wire_size_bytes < SIZE // 30 and rollout.recheck(2) == ()
+
+
+def test_a_reader_that_missed_versions_gets_a_chain(stage):
+    trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
+    made = versions(4)
+    trainer.publish(1, made[0])
+    follow(rollout, 1)
+    for version in (2, 3, 4):
+        trainer.publish(version, made[version - 1])
+        trainer.changes.make_ahead(version - 1, CHECKPOINT)
+        trainer.unpublish(version - 1)
+    fetched = follow(rollout, 4)
+    assert equal(fetched.tensors(), made[3])
+    assert 0 < fetched.report.wire_size_bytes < SIZE // 10 and fetched.report.delta_size_bytes > SIZE // 2
+
+
+def test_where_nearly_everything_has_changed_it_is_read_whole(stage):
+    trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
+    trainer.publish(1, weights(1))
+    follow(rollout, 1)
+    trainer.publish(2, weights(2))
+    fetched = follow(rollout, 2)
+    assert equal(fetched.tensors(), weights(2)) and fetched.report.wire_size_bytes <= SIZE * 1.01
+
+
+def test_a_poisoned_delta_two_hops_away_ends_in_the_whole_segment(stage):
+    """What `one` keeps of what it received is damaged; `two` repairs itself over the same link, and blames nobody."""
+    trainer, one, two = (
+        stage.client(name, location=where) for name, where in (("trainer", HERE), ("one", THERE), ("two", ELSEWHERE))
+    )
+    v1, v2 = versions(2)
+    trainer.publish(1, v1)
+    for client in (one, two):
+        follow(client, 1)
+    trainer.publish(2, v2)
+    trainer.changes.make_ahead(1, CHECKPOINT)
+    follow(one, 2)
+    trainer.close()
+    kept = one._serving.changes.deltas._kept
+    assert len(kept) > 8
+    for number, (key, delta) in enumerate(list(kept.items())):
+        damaged = bytearray(delta)
+        damaged[-1 - number % 40] ^= 1 + number % 255
+        kept[key] = [bytes(damaged), b"", delta[: len(delta) // 2]][number % 3]
+    first, second = list(kept)[:2]
+    kept[first], kept[second] = kept[second], kept[first]
+    fetched = follow(two, 2)
+    assert equal(fetched.tensors(), v2) and fetched.report.losses == ()
+    assert set(fetched.report.sources) == {"one/0"}
+
+
+def test_a_wrong_base_ends_in_the_whole_segment(stage):
+    """The reader's own memory is not what it takes it for."""
+    trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
+    v1, v2 = versions(2)
+    trainer.publish(1, v1)
+    first = rollout.fetch(1)
+    for tensor in first.tensors().values():
+        tensor.view(torch.uint8)[::1000] ^= 1  # in every segment
+    first.release()
+    trainer.publish(2, v2)
+    fetched = rollout.fetch(2)
+    assert equal(fetched.tensors(), v2) and fetched.report.delta_size_bytes == 0
+    assert rollout._serving.changes.deltas.size_bytes == 0  # nothing wrong is passed on
+
+
+def test_segments_that_another_version_here_has_are_copied(stage):
+    trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
+    v1 = weights()
+    v2 = {**v1, "fp32": v1["fp32"] + 1}
+    trainer.publish(1, v1)
+    follow(rollout, 1)
+    trainer.publish(2, v2)
+    fetched = rollout.fetch(2)
+    assert equal(fetched.tensors(), v2) and sum(fetched.report.sources.values()) < SIZE // 2
+
+
+def test_a_runtime_layout_takes_deltas_too(stage):
+    trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
+    v1, v2 = versions(2)
+    trainer.publish(1, v1, RUNTIME)
+    trainer.publish(1, v1)
+    follow(rollout, 1, layouts=(RUNTIME,))
+    trainer.publish(2, v2, RUNTIME)
+    trainer.publish(2, v2)
+    assert trainer.changes.make_ahead(1, RUNTIME) > 0
+    fetched = follow(rollout, 2, layouts=(RUNTIME,))
+    assert equal(fetched.tensors(), v2) and fetched.report.wire_size_bytes < SIZE // 30
+
+
+@pytest.fixture(autouse=True)
+def compiled_first() -> None:
+    """The compiler runs now and not beside a test."""
+    native.begin()
