@@ -17,7 +17,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +28,7 @@ from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
 from tensorhub_plugins.core.hub.server import Server
-from tensorhub_plugins.core.operations import problems, top
+from tensorhub_plugins.core.operations import machine, problems, top
 from tensorhub_plugins.core.operations.status import directive_text, fetch_status, status_text
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import new_session, parse_address
@@ -144,6 +146,8 @@ def _failure(arguments: list[str]) -> int:
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.command == "fleet":
         return change_fleet(options)
+    if options.command == "doctor" and options.check == "machine":
+        return check_machine(options)
     if options.command == "doctor":
         settings = {"tensor_parallel_size": options.tp, **options.engine}
         return check_sync(options.model, settings)
@@ -188,6 +192,11 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     sync.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model with *.safetensors")
     sync.add_argument("--tp", type=int, default=1, metavar="N", help="workers of an engine; two engines are started")
     sync.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
+    here = checks.add_parser("machine", help="what this host has and lacks: a line each, ok or one thing to do (DO)")
+    _add_hub(here, timeout_s=10.0)
+    here.add_argument("--with", dest="peer", metavar="HOST[:PORT]", help="is this host reached from there?")
+    words = f"answer hosts that ask --with this one, at this port (default: {machine.PORT})"
+    here.add_argument("--listen", nargs="?", type=int, const=machine.PORT, metavar="PORT", help=words)
     for name in DOCTORS:  # their arguments are the framework's own
         checks.add_parser(name, help=f"what a command line of {name} will do with the store, or what is wrong with it")
 
@@ -350,6 +359,24 @@ def _metrics(server: Server, options: argparse.Namespace) -> Iterator[None]:
                 raise
             _say(f"tensorhub: {error.message}")
         yield
+
+
+def check_machine(options: argparse.Namespace) -> int:
+    """Say what this host has and lacks, or answer others that ask whether they are reached from here."""
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    if options.listen is not None:
+        with contextlib.suppress(KeyboardInterrupt):
+            machine.listen(options.listen, say)
+        return 0
+    names = _adapter("vllm.names", "this package is not whole")
+    checks = [machine.software(names.VERSIONS, names.installed_version()), machine.limits(), machine.devices()]
+    checks.append(machine.network(options.hub, partial(_keys, options), options.timeout))
+    if options.peer:
+        checks.append(machine.reached(options.peer, options.hub, options.timeout))
+    return machine.show(chain.from_iterable(checks), say)
 
 
 def check_sync(model: Path, settings: dict[str, Any]) -> int:

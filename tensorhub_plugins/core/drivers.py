@@ -286,6 +286,13 @@ def is_there() -> bool:
     return bool(_cuda.is_available())
 
 
+def peers() -> tuple[int, list[tuple[int, int]]]:
+    """Return how many CUDA devices there are, and the pairs of which neither reads the other's memory directly."""
+    count = _cuda.device_count()
+    pairs = [(a, b) for a in range(count) for b in range(a)]
+    return count, [pair for pair in pairs if not _cuda.can_device_access_peer(*pair)]
+
+
 def cuda_in_use(*, begins: bool = False) -> torch.device | None:
     """Return the calling thread's device, if this process uses one already, or, with `begins`, if there is one."""
     # A forked child of a process that uses CUDA cannot, and is_initialized() knows.

@@ -16,7 +16,7 @@ CEILINGS = {
     "core/hub": 5_350,
     "core/kernels": 560,
     "core/memory": 3_640,
-    "core/operations": 600,
+    "core/operations": 900,
     "core/protocol": 1_140,
     "core/security": 720,
     "core/transfer": 1_850,

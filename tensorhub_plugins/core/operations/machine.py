@@ -1,0 +1,319 @@
+"""`tensorhub doctor machine`: what this host has and lacks for the store; each line is ok, or one thing to do.
+
+With `--listen` it answers others that are started with `--with HOST:PORT`: these tell it the addresses that they would
+advertise and a port, and it connects there, as a reader of their weights would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import re
+import resource
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from tensorhub_plugins.core import machine
+from tensorhub_plugins.core.deadline import Deadline
+from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.core.operations.status import fetch_status
+from tensorhub_plugins.core.process import raise_files_max
+from tensorhub_plugins.core.protocol import advertised
+from tensorhub_plugins.core.protocol.advertised import Advertised
+from tensorhub_plugins.core.protocol.reach import format_address
+from tensorhub_plugins.core.security.keys import Keys
+from tensorhub_plugins.core.types import HOSTS_MAX, printable
+
+PACKAGE = "tensorhub-plugins"
+GB = 1e9
+FILES_FEW, THREADS_FEW, SHM_FEW_BYTES, MEMORY_FEW_BYTES = 4096, 4096, 1 << 30, 1 << 30
+MESSAGE_BYTES_MAX = 4096
+CONNECT_S = 5.0
+PORT = 7075  # of --listen
+# Another process: what a peer that shares memory would read.
+OF_A_CHILD = (
+    "import ctypes,sys;b=ctypes.create_string_buffer(b'x');print(ctypes.addressof(b),flush=True);sys.stdin.read()"
+)
+
+
+class Check(NamedTuple):
+    """What was looked at, and what is to be done about it; "": nothing."""
+
+    name: str
+    found: str
+    to_do: str = ""
+
+
+def text(check: Check) -> str:
+    """Return a line: "ok" or "DO", what was found and what is to be done."""
+    return f"{'DO' if check.to_do else 'ok':2}  {check.name}: {check.found}" + f"; {check.to_do}" * bool(check.to_do)
+
+
+# --- software ---
+
+
+def software(versions: Mapping[str, Mapping[str, str]], vllm: str | None) -> Iterator[Check]:
+    """Yield Python, torch, and whether the frameworks are known to work together. versions: the table of vllm/names.py.
+    vllm: the version that is installed."""
+    fits = (3, 10) <= sys.version_info[:2] < (3, 13)
+    yield Check("python", platform.python_version(), "" if fits else "install Python 3.10, 3.11 or 3.12")
+    torch = _installed("torch")
+    yield Check("torch", torch or "none", "" if torch else "`pip install torch`: workers need it, a hub does not")
+    minor = ".".join((vllm or "").split("+")[0].split(".")[:2])
+    yield _known("vllm", vllm, versions["vllm"], minor, "vllm")
+    for name in ("verl", "openrlhf"):
+        if (version := _installed(name)) is None:
+            continue
+        wanted = _required(name)
+        if wanted and version != wanted:
+            yield Check(name, version, f"`pip install {name}=={wanted}`: the adapter is written for that")
+        else:
+            yield _known(f"{name} {version} with vllm", vllm, versions[name], minor, name)
+
+
+def _known(name: str, version: str | None, table: Mapping[str, str], minor: str, framework: str) -> Check:
+    if version is None:
+        return Check(name, "none", "" if framework == "vllm" else f"`pip install {PACKAGE}[{framework}]`")
+    found = {"run": "known to work", "checked": "checked by its sources, not run"}.get(table.get(minor, ""))
+    choice = ", ".join(each for each, how in table.items() if how == "run")
+    return Check(name, f"{version}{f', {found}' if found else ''}", "" if found else f"install vLLM {choice}")
+
+
+def _installed(name: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    return None
+
+
+def _required(name: str) -> str:
+    """Return the one version of a framework that this package's extra asks for; "": any."""
+    with suppress(metadata.PackageNotFoundError):
+        found = (re.match(rf"{name}==([\w.]+)", each) for each in metadata.requires(PACKAGE) or ())
+        return next((match[1] for match in found if match), "")
+    return ""
+
+
+# --- limits and permissions ---
+
+
+def limits(root: Path = machine.ROOT, child: str = OF_A_CHILD) -> Iterator[Check]:
+    """Yield memory, cores, files, threads, memory files and the right to read other processes. child: the program of
+    the process that is read."""
+    total, free = machine.total_bytes(root), machine.available_bytes(root)
+    found = f"{free / GB:.1f} GB free of {total / GB:.1f}, control groups counted; {machine.cores(root)} cores"
+    yield Check("memory", found, "" if free > MEMORY_FEW_BYTES else "free some, or raise memory.max of the container")
+    files = raise_files_max()
+    todo = "raise the hard limit (`ulimit -Hn`, LimitNOFILE=, --ulimit nofile=)" if files < FILES_FEW else ""
+    yield Check("open files", f"{files}", todo)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    counts = [int(each) for each in (machine.pids_max(root),) if each.isdecimal()]
+    counts += [] if soft == resource.RLIM_INFINITY else [soft]
+    is_few = min(counts, default=THREADS_FEW) < THREADS_FEW
+    todo = "raise `ulimit -u`, and pids.max of the container (--pids-limit)" if is_few else ""
+    yield Check("threads", f"{min(counts)}" if counts else "unlimited", todo)
+    yield _shared_memory(root)
+    yield _memory_files()
+    yield _other_processes(child)
+
+
+def _shared_memory(root: Path) -> Check:
+    try:
+        size = (it := os.statvfs(root / "dev/shm")).f_bavail * it.f_frsize
+    except OSError:
+        size = 0
+    few = "Ray and vLLM need it, the store does not: `docker run --shm-size=16g`, or an emptyDir of medium Memory"
+    return Check("/dev/shm", f"{size / GB:.1f} GB free", "" if size >= SHM_FEW_BYTES else few)
+
+
+def _memory_files() -> Check:
+    try:
+        os.close(os.memfd_create("tensorhub-doctor"))
+    except (AttributeError, OSError) as error:
+        why = "permit memfd_create (seccomp): else memory is not shared within the host"
+        return Check("memory files", f"none ({error})", why)
+    return Check("memory files", "there are")
+
+
+def _other_processes(program: str) -> Check:
+    """Read a byte of a process of this user, as readers on this host read what is published in place."""
+    name, libc, pipe = "reading other processes", ctypes.CDLL(None, use_errno=True), subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as child:
+        assert child.stdin is not None and child.stdout is not None
+        mine, line = ctypes.create_string_buffer(1), child.stdout.readline()
+        here, there = ((ctypes.c_size_t * 2)(at, 1) for at in (ctypes.addressof(mine), int(line or b"0")))  # of iovec
+        read = libc.process_vm_readv(child.pid, here, 1, there, 1, 0)
+        child.stdin.close()
+    if read == 1 and mine.raw == b"x":
+        return Check(name, "permitted")
+    why = "permit it (ptrace scope below 2, seccomp, SYS_PTRACE): else tensors that are published in place go over tcp"
+    return Check(name, os.strerror(ctypes.get_errno()), why)
+
+
+def devices() -> Iterator[Check]:
+    """Yield network cards with RDMA, how much memory they may lock, and whether GPUs reach each other."""
+    from tensorhub_plugins.core.transports.rdma import rails, verbs
+
+    why = verbs.why_not()
+    if why is not None:
+        has_device = rails.SYSFS.is_dir() and any(rails.SYSFS.iterdir())
+        todo = "install libibverbs (rdma-core) in this environment" if has_device else ""
+        yield Check("rdma", why if has_device else "no card: tcp is used", todo)
+    else:
+        ports, problems = rails.find_ports()
+        found = ", ".join(port.name for port in ports) or "no usable port"
+        yield Check("rdma", found, "" if ports else "; ".join(problems)[:300] or "see `ibv_devinfo`")
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        is_free = soft == resource.RLIM_INFINITY
+        todo = "" if is_free else "`ulimit -l unlimited` (LimitMEMLOCK=infinity, --ulimit memlock=-1)"
+        yield Check("locked memory", "unlimited" if is_free else f"{soft} bytes", todo)
+    if _installed("torch") is None:
+        return
+    from tensorhub_plugins.core import drivers
+
+    count, apart = drivers.peers()
+    pairs = ", ".join(f"{a} and {b}" for a, b in apart[:3])
+    todo = f"GPUs {pairs} do not reach each other: see `nvidia-smi topo -p2p r`; copies go by the host" if apart else ""
+    yield Check("gpus", f"{count}" if count else "none: everything is in host memory", todo)
+
+
+# --- network ---
+
+
+def network(hub: str | None, read_keys: Callable[[], Keys | None], timeout_s: float) -> Iterator[Check]:
+    """Yield the addresses and ports that would be advertised, and whether the hub admits this key."""
+    try:
+        here = advertised.choose(hub or "tcp://127.0.0.1:7070", Deadline.after(timeout_s))
+        alone = all(host == "::1" or host.startswith("127.") for host in here.host.split(","))
+        todo = f"other hosts cannot connect there: set {advertised.HOST_VARIABLE}" if alone and hub else ""
+        yield Check("advertised address", here.host, todo)
+        yield _ports(here)
+    except TensorHubError as error:
+        yield Check("advertised address", "none", error.message)
+    try:
+        keys = read_keys()
+    except TensorHubError as error:
+        yield Check("secret", "not read", error.message)
+        return
+    yield Check("secret", f"a {keys.role}'s key" if keys else "none: for a hub on this host only")
+    if not hub:
+        yield Check("hub", "none is named (--hub, TENSORHUB_HUB), so none was asked")
+        return
+    try:
+        report = fetch_status(hub, timeout_s=timeout_s, keys=keys)
+        yield Check("hub", f"{hub} answers, with {len(report['models'])} models")
+    except TensorHubError as error:
+        yield Check("hub", hub, error.message)
+
+
+def _ports(here: Advertised) -> Check:
+    if here.ports == advertised.ANY_PORT:
+        return Check("ports", f"any that is free; behind a firewall set {advertised.PORTS_VARIABLE}=from-to")
+    free = sum(_is_free(port) for port in here.ports)
+    todo = f"widen {advertised.PORTS_VARIABLE}: each client takes one for each transport" if free < 2 else ""
+    return Check("ports", f"{free} free of {here.ports[0]}-{here.ports[-1]}", todo)
+
+
+def _is_free(port: int) -> bool:
+    with suppress(OSError), socket.create_server(("", port)):
+        return True
+    return False
+
+
+# --- with another host ---
+
+
+def reached(peer: str, hub: str | None, timeout_s: float) -> Iterator[Check]:
+    """Yield for each address that would be advertised whether a peer, which listens there, can connect to it."""
+    named = re.fullmatch(r"(\[.*\]|[^:]*):(\d+)", peer)
+    host, port = (named[1].strip("[]"), int(named[2])) if named else (peer.strip("[]"), PORT)
+    deadline, token, name = Deadline.after(timeout_s), secrets.token_hex(16), f"from {host}"
+    try:
+        here = advertised.choose(hub or format_address("tcp", host, port), deadline)
+        with _server(here) as server, socket.create_connection((host, port), min(CONNECT_S, timeout_s)) as link:
+            threading.Thread(target=_answer_all, args=(server, token), daemon=True).start()
+            link.settimeout(max(0.1, deadline.remaining()))
+            asked = {"hosts": here.host.split(","), "port": server.getsockname()[1], "token": token}
+            link.sendall(json.dumps(asked).encode() + b"\n")
+            answers = json.loads(_line(link))
+    except (OSError, ValueError, AttributeError, OverflowError, TensorHubError) as error:
+        yield Check(
+            name, f"no answer: {error}", f"start `tensorhub doctor machine --listen` there, and open its port {port}"
+        )
+        return
+    for each in here.host.split(","):
+        said = printable(str(answers.get(each, "not tried")))[:200]
+        todo = "open the port towards it, or set TENSORHUB_ADVERTISE to another address" if said != "ok" else ""
+        yield Check(name, f"{each} is reached" if said == "ok" else f"{each} is not reached: {said}", todo)
+
+
+def _server(here: Advertised) -> socket.socket:
+    """Return a socket that listens on the first free port of those that are advertised, at all addresses."""
+    for port in here.ports:
+        with suppress(OSError):
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            return socket.create_server(("", port), family=family, dualstack_ipv6=dual)
+    raise UsageError(f"no port of {here.ports[0]}-{here.ports[-1]} is free: widen {advertised.PORTS_VARIABLE}")
+
+
+def _answer_all(server: socket.socket, token: str) -> None:
+    with suppress(OSError):
+        while True:
+            link, _ = server.accept()
+            with suppress(OSError), link:
+                link.settimeout(CONNECT_S)
+                link.sendall(token.encode() + b"\n")
+
+
+def _line(link: socket.socket) -> bytes:
+    """Return what comes before the end of a line, of bounded length."""
+    got = b""
+    while b"\n" not in got and len(got) < MESSAGE_BYTES_MAX:
+        if not (more := link.recv(MESSAGE_BYTES_MAX)):
+            break
+        got += more
+    return got.partition(b"\n")[0]
+
+
+def listen(port: int, say: Callable[[str], None]) -> None:
+    """Answer hosts that ask whether they are reached from here, one after the other, until interrupted. It connects
+    only to a port that sends the token that it was told, and says whether one did: no more."""
+    with _server(Advertised("", range(port, port + 1))) as server:
+        say(f"waiting for `tensorhub doctor machine --with THIS-HOST:{server.getsockname()[1]}`")
+        while True:
+            link, peer = server.accept()
+            with suppress(OSError, ValueError, AttributeError, TypeError, KeyError), link:
+                link.settimeout(CONNECT_S)
+                asked = json.loads(_line(link))
+                hosts = [str(each) for each in asked["hosts"][:HOSTS_MAX]]
+                answers = {host: _tried(host, int(asked["port"]), str(asked["token"])) for host in hosts}
+                link.sendall(json.dumps(answers).encode() + b"\n")
+                say(f"{peer[0]} asked: " + ", ".join(f"{printable(host)} {said}" for host, said in answers.items()))
+
+
+def _tried(host: str, port: int, token: str) -> str:
+    try:
+        with socket.create_connection((host, port), CONNECT_S) as link:
+            link.settimeout(CONNECT_S)
+            return "ok" if secrets.compare_digest(_line(link), token.encode()) else "another program answers there"
+    except (OSError, OverflowError, UnicodeError) as error:
+        return f"{format_address('tcp', host, port)}: {error}"
+
+
+def show(checks: Iterable[Check], say: Callable[[str], None]) -> int:
+    """Say each as it is found. Return 1 if something is to be done."""
+    status = 0
+    for check in checks:
+        say(text(check))
+        status |= bool(check.to_do)
+    return status

@@ -1,0 +1,124 @@
+"""`tensorhub doctor machine`: every line is ok or one thing to do, and a peer says whether it reaches this host."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tensorhub_plugins.core import start_server
+from tensorhub_plugins.core.cli import main
+from tensorhub_plugins.core.operations import machine
+from tensorhub_plugins.core.operations.machine import Check, reached
+from tensorhub_plugins.vllm import names
+
+COMMAND = [sys.executable, "-m", "tensorhub_plugins.core.cli", "doctor", "machine"]
+
+
+def of(checks: Iterator[Check]) -> dict[str, Check]:
+    return {check.name.split()[0]: check for check in checks}
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    monkeypatch.setattr(machine, "_installed", versions.get)
+
+
+def test_a_pair_of_versions_is_known_to_work_or_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, torch="2.13.0", verl="0.9.1", openrlhf="0.11.0")
+    found = of(machine.software(names.VERSIONS, "0.24.0+cpu"))
+    assert not found["torch"].to_do and not found["vllm"].to_do and "known to work" in found["verl"].found
+    assert found["openrlhf"].to_do == "`pip install openrlhf==0.11.2`: the adapter is written for that"
+    found = of(machine.software(names.VERSIONS, "0.32.0"))
+    assert "known to work" in found["vllm"].found and found["verl"].to_do == "install vLLM 0.24, 0.29"
+    assert of(machine.software(names.VERSIONS, "0.30.0"))["vllm"].found == "0.30.0, checked by its sources, not run"
+    assert of(machine.software(names.VERSIONS, "0.9.1"))["vllm"].to_do == "install vLLM 0.24, 0.29, 0.32"
+    installed(monkeypatch)
+    found = of(machine.software(names.VERSIONS, None))
+    assert found["torch"].to_do and not found["vllm"].to_do and "verl" not in found
+
+
+def test_limits_that_are_too_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a container, as its files say."""
+    assert not [check.to_do for check in machine.limits() if check.to_do], "the control: nothing is low here"
+    for name, text in {
+        "proc/self/cgroup": "0::/\n",
+        "proc/meminfo": "MemAvailable: 9000000 kB\n",
+        "sys/fs/cgroup/memory.max": "900000000\n",
+        "sys/fs/cgroup/memory.current": "500000000\n",
+        "sys/fs/cgroup/pids.max": "100\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def forbidden(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    monkeypatch.setattr(machine, "raise_files_max", lambda: 1024)
+    low = list(machine.limits(tmp_path, child="print(8)"))  # no process has memory there
+    assert low[0].found.startswith("0.4 GB free of 0.9")
+    assert len(low) == 6 and all(check.to_do for check in low)
+
+
+def test_ports_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with start_server() as hub, socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("TENSORHUB_PORTS", f"{port}-{port}")
+        found = of(machine.network(hub.address, lambda: None, 5.0))
+        assert found["ports"].found == f"0 free of {port}-{port}" and "TENSORHUB_PORTS" in found["ports"].to_do
+        assert "answers, with 0 models" in found["hub"].found
+        assert "other hosts cannot connect there" in found["advertised"].to_do
+    found = of(machine.network(hub.address, lambda: None, 0.2))
+    assert "no hub answers" in found["hub"].to_do
+    monkeypatch.setenv("TENSORHUB_ADVERTISE", "0.0.0.0")
+    assert "cannot be connected to" in of(machine.network(None, lambda: None, 1.0))["advertised"].to_do
+
+
+def test_a_secret_that_cannot_be_read_is_one_thing_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "machine", "--secret-file", str(tmp_path / "none")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if line.startswith("DO")] == ["DO  secret"]
+    assert all(re.match(r"(ok|DO)  \S", line) for line in lines) and len(lines) > 12
+
+
+@contextmanager
+def listening() -> Iterator[int]:
+    process = subprocess.Popen([*COMMAND, "--listen", "0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield int(re.search(r"THIS-HOST:(\d+)", process.stdout.readline())[1])  # type: ignore[index]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_peer_says_whether_it_reaches_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening() as port:
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b'{"hosts": 7}\n')
+            assert stranger.recv(100) == b""  # and it goes on
+        (check,) = reached(f"127.0.0.1:{port}", None, 10.0)
+        assert check == Check("from 127.0.0.1", "127.0.0.1 is reached")
+        monkeypatch.setenv("TENSORHUB_ADVERTISE", "127.0.0.1,192.0.2.1.invalid")
+        good, bad = reached(f"127.0.0.1:{port}", None, 20.0)
+        assert not good.to_do and "192.0.2.1.invalid is not reached" in bad.found and "TENSORHUB_ADVERTISE" in bad.to_do
+    (check,) = reached(f"127.0.0.1:{port}", None, 5.0)
+    assert "no answer" in check.found and f"open its port {port}" in check.to_do
+
+
+def test_an_address_where_somebody_else_answers_is_not_reached() -> None:
+    """Behind address translation the port may lead to another host."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        answering = machine.threading.Thread(target=machine._answer_all, args=(other, "x" * 32), daemon=True)
+        answering.start()
+        assert machine._tried("127.0.0.1", other.getsockname()[1], "x" * 32) == "ok"
+        assert "another program" in machine._tried("127.0.0.1", other.getsockname()[1], "y" * 32)
+        other.shutdown(socket.SHUT_RDWR)
+        answering.join()
