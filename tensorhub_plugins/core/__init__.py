@@ -27,6 +27,7 @@ from tensorhub_plugins.core.errors import (
 )
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.server import Server, start_server
+from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable, segment_size_for
 from tensorhub_plugins.core.memory.moves import common_box
 from tensorhub_plugins.core.memory.slices import slices_of
@@ -142,6 +143,7 @@ __all__ = [
     "connected",
     "contiguous_spec",
     "copy_all",
+    "cores",
     "flat_bytes",
     "forget_live_memory",
     "fsdp1_parts",

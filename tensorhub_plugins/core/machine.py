@@ -81,13 +81,17 @@ class Room:
             )
 
 
+def affinity() -> set[int]:
+    """Return the cores that this thread may run on; empty where the system does not report them."""
+    with suppress(OSError):
+        return os.sched_getaffinity(0)
+    return set()
+
+
 def cores(root: Path = ROOT) -> int:
     """Return how many cores this process may use at a time: those that it may run on, limited by its control groups'
     CPU time (`docker run --cpus`, a pod's limit), rounded up."""
-    try:
-        most = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):
-        most = os.cpu_count() or 1
+    most = len(affinity()) or os.cpu_count() or 1
     return max(1, min([most, *(math.ceil(quota) for quota in _quotas(root))]))
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import select
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ from typing import TypeVar
 
 from tensorhub_plugins.core.errors import ResourceRefused, TensorHubError
 from tensorhub_plugins.core.machine import pids_max
-from tensorhub_plugins.core.process import raise_files_max
+from tensorhub_plugins.core.process import limits_of, raise_files_max
 
 ClassT = TypeVar("ClassT")
 
@@ -30,7 +32,7 @@ NO_MEMORY = "can't allocate memory"  # torch's
 
 
 def _of_limit(kind: int) -> str:
-    soft, hard = (f"{each}" if each != resource.RLIM_INFINITY else "unlimited" for each in resource.getrlimit(kind))
+    soft, hard = (f"{each}" if each != resource.RLIM_INFINITY else "unlimited" for each in limits_of(kind))
     return soft if soft == hard else f"{soft} of {hard}"
 
 
@@ -50,16 +52,21 @@ def _threads() -> str:
         f"threads: this process has {threading.active_count()}, its user may have {_of_limit(resource.RLIMIT_NPROC)} "
         f"(`ulimit -u`), its control group {pids_max() or 'an unknown number'} (pids.max; --pids-limit of docker, "
         "podPidsLimit of Kubernetes, TasksMax= of systemd), and for their stacks there are "
-        f"{_of_limit(resource.RLIMIT_AS)} bytes of addresses (`ulimit -v`). Raise what is reached, or start fewer "
-        "workers there"
+        f"{_room()}. Raise what is reached, or start fewer workers there"
+    )
+
+
+def _room() -> str:
+    return (
+        f"{_of_limit(resource.RLIMIT_AS)} bytes of addresses (`ulimit -v`) and "
+        f"{_of_limit(resource.RLIMIT_DATA)} of data (`ulimit -d`)"
     )
 
 
 def _memory() -> str:
     return (
-        f"memory: this process may have {_of_limit(resource.RLIMIT_AS)} bytes of addresses (`ulimit -v`); the control "
-        "group (memory.max) and the machine (`free`, vm.max_map_count) limit it, too. Raise what is reached, or "
-        "release versions that are not used"
+        f"memory: this process may have {_room()}; the control group (memory.max) and the machine (`free`, "
+        "vm.max_map_count) limit it, too. Raise what is reached, or release versions that are not used"
     )
 
 
@@ -70,11 +77,23 @@ def _file_size() -> str:
     )
 
 
-def _call() -> str:
+def _call(name: str = "a system call") -> str:
     return (
-        "a system call, which a sandbox forbids here (seccomp, a security module): permit it (the container's profile, "
-        "`docker run --security-opt seccomp=...`, SystemCallFilter= and RestrictAddressFamilies= of systemd)"
+        f"{name}, which a sandbox forbids here (seccomp, a security module), or the kernel lacks: permit it (the "
+        "container's profile, `docker run --security-opt seccomp=...`, SystemCallFilter= and RestrictAddressFamilies= "
+        "of systemd)"
     )
+
+
+# What ZeroMQ aborts the process over where it is refused: as a context gets its first socket, and as one is bound.
+ZMQ_CALLS: dict[str, Callable[[], object]] = {
+    "epoll_create1": lambda: select.epoll().close(),
+    "eventfd2": lambda: os.close(os.eventfd(0)),
+    "sched_getscheduler and sched_setscheduler": lambda: os.sched_setscheduler(
+        0, os.sched_getscheduler(0), os.sched_getparam(0)
+    ),
+}
+ZMQ_CALLS_TO_LISTEN: dict[str, Callable[[], object]] = {"sockets of AF_NETLINK": socket.if_nameindex}
 
 
 # The scarce resource by the number of the error, whatever call has failed.
@@ -141,9 +160,14 @@ def begin_client() -> None:
     try_for_zmq(threads=1)
 
 
-def try_for_zmq(threads: int = 0) -> None:
+def try_for_zmq(threads: int = 0, *, listens: bool = False) -> None:
     """Try to take what a ZeroMQ context with one connection needs, and so many threads. Raise ResourceRefused."""
     try_files(ZMQ_FILES)
+    for name, call in (ZMQ_CALLS | (ZMQ_CALLS_TO_LISTEN if listens else {})).items():
+        try:
+            call()
+        except OSError as error:
+            raise refusal(error) or ResourceRefused(f"the system refuses {_call(name)} ({error})") from error
     try_threads(ZMQ_THREADS + threads)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -34,6 +33,7 @@ from tensorhub_plugins.core import (
     TensorHubError,
     VersionInfo,
     VersionRefused,
+    cores,
     gate,
 )
 from tensorhub_plugins.core.log import get_logger
@@ -138,7 +138,7 @@ def _fill_with_zeros(model: torch.nn.Module) -> None:
     if on_device:
         with torch.no_grad():
             torch._foreach_zero_(on_device)
-    with ThreadPoolExecutor(min(FILL_THREADS_MAX, len(os.sched_getaffinity(0)))) as threads:
+    with ThreadPoolExecutor(min(FILL_THREADS_MAX, cores())) as threads:
         list(threads.map(fill, (parameter for parameter in parameters if parameter.device.type == "cpu")))
 
 

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import json
 import logging
+import mmap
 import os
 import resource
 import select
@@ -35,7 +36,9 @@ HELD_BYTES = 1 << 20
 # --- what is refused ---
 
 CLONE, CLONE3, MEMFD_CREATE, FCNTL, SOCKET, PROCESS_VM_READV = 56, 435, 319, 72, 41, 310
-F_ADD_SEALS, AF_UNIX = 1033, 1
+EVENTFD2, EPOLL_CREATE1, SCHED_GETAFFINITY, SCHED_GETSCHEDULER, PRLIMIT64 = 290, 291, 204, 145, 302
+OF_SYSTEMD_RESOURCES = [142, 144, 160, 203, 237, 238, 302]  # SystemCallFilter=~@resources: policies, limits, cores
+F_ADD_SEALS, AF_UNIX, AF_INET6, AF_NETLINK = 1033, 1, 10, 16
 PR_SET_NO_NEW_PRIVS, SECCOMP, SET_MODE_FILTER, TSYNC = 38, 317, 1, 1
 LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
@@ -84,6 +87,27 @@ def addresses(spare: int) -> Callable[[], None]:
     return limit(resource.RLIMIT_AS, used + spare)
 
 
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def mappings(spare: int) -> Callable[[], None]:
+    """All but so many of vm.max_map_count are taken: each second page of a mapping may not be written to."""
+    most = int(Path("/proc/sys/vm/max_map_count").read_text())
+    size, libc = 2 * most * mmap.PAGESIZE, ctypes.CDLL(None)
+    taken = mmap.mmap(-1, size)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(taken))
+
+    def protect(first: int, size_bytes: int, how: int) -> bool:
+        return libc.mprotect(ctypes.c_void_p(start + first), ctypes.c_size_t(size_bytes), how) == 0
+
+    left = most - len(Path("/proc/self/maps").read_text().splitlines()) - spare
+    for k in range(left // 2):
+        protect(2 * k * mmap.PAGESIZE, mmap.PAGESIZE, mmap.PROT_READ)
+    return lambda: protect(0, size, mmap.PROT_READ | mmap.PROT_WRITE) and None
+
+
 def threads(spare: int) -> Callable[[], None]:
     """By a control group of its own: only there ZeroMQ meets the limit itself."""
     group = Path(os.environ["REFUSED_PIDS"]) / f"{os.getpid()}"
@@ -113,6 +137,17 @@ RESOURCES: dict[str, Callable[[], Callable[[], None] | None]] = {
     "addresses": lambda: addresses(256 << 10),
     "other process's memory": lambda: refuse([PROCESS_VM_READV], errno.EPERM),
     "UNIX socket": lambda: refuse([SOCKET], errno.EAFNOSUPPORT, argument=(0, AF_UNIX)),
+    "IPv6": lambda: refuse([SOCKET], errno.EAFNOSUPPORT, argument=(0, AF_INET6)),
+    "names of interfaces": lambda: refuse([SOCKET], errno.EAFNOSUPPORT, argument=(0, AF_NETLINK)),
+    "socket": lambda: refuse([SOCKET], errno.ENOBUFS),
+    "event": lambda: refuse([EVENTFD2], errno.EPERM),
+    "epoll": lambda: refuse([EPOLL_CREATE1], errno.ENOSYS),
+    "which cores": lambda: refuse([SCHED_GETAFFINITY], errno.EPERM),
+    "which policy": lambda: refuse([SCHED_GETSCHEDULER], errno.EPERM),
+    "limits and policies": lambda: refuse(OF_SYSTEMD_RESOURCES, errno.EPERM),
+    "limits": lambda: refuse([PRLIMIT64], errno.EPERM),
+    "mappings": lambda: mappings(4),
+    "data": lambda: limit(resource.RLIMIT_DATA, _status_bytes("VmData") + (1 << 20)),
     "memory of the group": lambda: memory(256 << 20),
 }
 

@@ -42,6 +42,17 @@ WORDS: dict[str, str | None] = {
     "addresses": "bytes of addresses (`ulimit -v`)",
     "other process's memory": None,
     "UNIX socket": None,
+    "IPv6": None,
+    "names of interfaces": "sockets of AF_NETLINK, which a sandbox forbids here",
+    "socket": "the system refuses memory",
+    "event": "eventfd2, which a sandbox forbids here",
+    "epoll": "epoll_create1, which a sandbox forbids here",
+    "which cores": None,
+    "which policy": "sched_setscheduler, which a sandbox forbids here",
+    "limits and policies": "sched_setscheduler, which a sandbox forbids here",
+    "limits": None,
+    "mappings": "vm.max_map_count",
+    "data": "of data (`ulimit -d`)",
 }
 QUICK = ["nothing", "thread", "threads above 3", "files above 2", "files above 13", "memory file", "file size"]
 QUICK += ["addresses"]

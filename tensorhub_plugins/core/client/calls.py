@@ -26,10 +26,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
+
+from tensorhub_plugins.core.machine import affinity
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -110,7 +113,7 @@ class _Call(Generic[T]):
         self._body: Callable[[], T] = lambda: context.run(body)
         from tensorhub_plugins.core import device  # imports torch, which a hub and its commands do not need
 
-        self._take_over, self._cores = device.carried(), os.sched_getaffinity(0)
+        self._take_over, self._cores = device.carried(), affinity()
         self._unbegun, self._open = deque([None]), deque([None])  # tokens: its taker begins, or ends, the call
         self._over, self._undone = _thread.allocate_lock(), _thread.allocate_lock()
         self._over.acquire()
@@ -151,8 +154,9 @@ class _Call(Generic[T]):
         result: list[T] = []
         error = None
         try:
-            if os.sched_getaffinity(0) != self._cores:
-                os.sched_setaffinity(0, self._cores)
+            if affinity() != self._cores:
+                with suppress(OSError):  # of cores that were taken away meanwhile, or in a sandbox
+                    os.sched_setaffinity(0, self._cores)
             with self._take_over():
                 result.append(self._body())
         except BaseException as raised:

@@ -28,7 +28,14 @@ from tensorhub_plugins.core.deadline import Deadline, aside, bounded
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, TensorHubError, UsageError, refusal
 from tensorhub_plugins.core.process import close_at_exit
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import hub_addresses, lookup, new_session, no_way, parse_address
+from tensorhub_plugins.core.protocol.address import (
+    check_route,
+    hub_addresses,
+    lookup,
+    new_session,
+    no_way,
+    parse_address,
+)
 from tensorhub_plugins.core.security import curve
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
@@ -300,6 +307,10 @@ class HubLink:
             if not self._reopen(poller):
                 return
         self._is_stale = False
+        try:
+            check_route(self.address, known)
+        except TensorHubError as error:
+            self._cannot_begin(error)  # later there may be one again
         try:
             self._handshakes.connect(known[self._dialed // len(self._addresses) % len(known)], port)
         except zmq.ZMQError as error:

@@ -15,7 +15,14 @@ from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageE
 from tensorhub_plugins.core.operations import problems as wrong
 from tensorhub_plugins.core.operations.problems import Problem, ago
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import hub_addresses, new_session, no_way, parse_address, resolve
+from tensorhub_plugins.core.protocol.address import (
+    check_route,
+    hub_addresses,
+    new_session,
+    no_way,
+    parse_address,
+    resolve,
+)
 from tensorhub_plugins.core.security import curve, secret
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import printable, version_label
@@ -50,6 +57,7 @@ def _fetch_status(address: str, deadline: Deadline, keys: Keys | None) -> dict[s
         found = resolve(host, deadline)
     except (OSError, ValueError) as error:
         raise no_way(address, error) from error
+    check_route(address, found)
     resources.try_for_zmq()
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)

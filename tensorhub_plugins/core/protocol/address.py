@@ -82,7 +82,8 @@ def lookup(host: str) -> Future[tuple[str, ...]]:
     key = os.getpid(), host
     under_way = _lookups.get(key)
     if under_way is None and len(_lookups) >= LOOKUPS_MAX:
-        done.set_exception(OSError(f"{LOOKUPS_MAX} other names are being looked up: the resolver does not answer"))
+        too_many = f"{LOOKUPS_MAX} other names are being looked up: the resolver does not answer"
+        done.set_exception(socket.gaierror(socket.EAI_AGAIN, too_many))
         return done
     if under_way is None:
         under_way = _lookups[key] = aside(lambda: _addresses(host))
@@ -207,9 +208,26 @@ def _own_address(towards: str, port: int) -> str:
         return socket.getnameinfo(probe.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
 
 
+def check_route(address: str, found: Sequence[str]) -> None:
+    """Raise UsageError where this host has a route to none of a hub's IP addresses: ZeroMQ would try them silently."""
+    problem = OSError("there is no address")
+    for each in found:
+        try:
+            _own_address(each, parse_address(address, "tcp")[1])
+            return
+        except OSError as error:
+            problem = error
+    raise no_way(address, problem) from problem
+
+
 def no_way(address: str, error: BaseException) -> HubUnreachable | UsageError:
-    """Return the error to raise after the hub's name was not found: a resolver that is down may come back."""
+    """Return the error to raise where a hub's name was not found (a resolver that is down may come back), or no route
+    to its address."""
     if isinstance(error, TimeoutError) or getattr(error, "errno", None) == socket.EAI_AGAIN:
         text = f"there is no way to the hub at {address}, whose name cannot be looked up now: {error}"
         return HubUnreachable(text, peer=address, phase="connect")
-    return UsageError(f"there is no way to the hub at {address}: correct the host's name ({error})")
+    if isinstance(error, (socket.gaierror, ValueError)):
+        what = "correct the host's name"
+    else:
+        what = "see this host's routes, firewall and sandbox, or correct the address"
+    return UsageError(f"there is no way to the hub at {address}: {what} ({error})")

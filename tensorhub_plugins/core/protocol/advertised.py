@@ -111,11 +111,18 @@ def addresses_of(interfaces: object, what: str = "interface") -> list[str]:
     names = dict.fromkeys(interfaces.split(",")) if isinstance(interfaces, str) else {}
     if found := [address for each in names for address in _addresses_of(each.strip())]:
         return found
-    known = [f"{name} ({', '.join(found)})" for _, name in socket.if_nameindex() if (found := _addresses_of(name))]
+    known = [f"{name} ({', '.join(found)})" for name in _interfaces() if (found := _addresses_of(name))]
     raise UsageError(
         f"{what}={interfaces!r:.80}: no network interface of that name is up here and has an address; these have: "
         f"{', '.join(known) or 'none'}"
     )
+
+
+def _interfaces() -> list[str]:
+    """Return the names of this host's network interfaces; none where the system does not report them (AF_NETLINK)."""
+    with contextlib.suppress(OSError):
+        return [name for _, name in socket.if_nameindex()]
+    return []
 
 
 def _addresses_of(interface: str) -> list[str]:
@@ -137,7 +144,7 @@ def _addresses_of(interface: str) -> list[str]:
 def with_faster(hosts: Sequence[str], devices: Path = Path("/sys/class/net")) -> list[str]:
     """Return these addresses of this host, and those of its network cards whose links are faster than theirs, the
     fastest first; only private addresses, as these are not asked for. devices: by name."""
-    speeds = {name: _speed(devices / name) for _, name in socket.if_nameindex()}
+    speeds = {name: _speed(devices / name) for name in _interfaces()}
     known = {name: _addresses_of(name) for name, speed in speeds.items() if speed}
     slow = max((speeds[name] for name, has in known.items() if not set(has).isdisjoint(hosts)), default=math.inf)
     faster = sorted((name for name in known if speeds[name] > slow), key=lambda name: -speeds[name])

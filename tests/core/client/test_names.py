@@ -14,7 +14,7 @@ import torch
 from client_stage import LATE_S, SOON_S
 
 from tensorhub_plugins.core import Client, HubUnreachable, TensorHubError, UsageError, start_server
-from tensorhub_plugins.core.cli import fetch_status, main
+from tensorhub_plugins.core.cli import direct, fetch_status, main
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.hub.limits import HubLimits
@@ -123,6 +123,19 @@ def test_a_name_that_is_none_is_said_at_once(monkeypatch, capsys):
         assert "correct the host's name ([Errno -2] Name or service not known)" in str(error)
     assert main(["status", "--hub", "tcp://no-such-host:7070"]) == 2
     assert "Name or service not known" in capsys.readouterr().err
+
+
+def test_an_address_to_which_there_is_no_route_is_said_at_once_and_no_name_is_blamed():
+    """The system forbids to connect to a broadcast address, as to one that a rule of its routes prohibits."""
+    address = "tcp://255.255.255.255:7070"
+    for call in (
+        lambda: client(address, connect_timeout_s=SOON_S),
+        lambda: client(address, connect_timeout_s=SOON_S, advertise_host="127.0.0.1"),
+        lambda: fetch_status(address, timeout_s=SOON_S),
+        lambda: direct(address, "r", "m", "pin", 1, SOON_S),
+    ):
+        assert isinstance(error := ends_in_time(call, 0.0), UsageError)
+        assert "see this host's routes, firewall and sandbox" in str(error) and "name" not in str(error)
 
 
 CALLS: dict[str, Callable[[Client], Any]] = {

@@ -25,6 +25,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.process import limits_of
 from tensorhub_plugins.core.transports.rdma import bindings
 from tensorhub_plugins.core.transports.rdma.bindings import Card, Queue, Read, VerbsError, Way
 from tensorhub_plugins.core.transports.rdma.bindings import Region as Registered
@@ -105,7 +106,7 @@ def _in_words(error: Exception) -> str:
     code = getattr(error, "error_code", None) or getattr(error, "errno", None)
     text = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
     if code == errno.ENOMEM or "Cannot allocate memory" in text:
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        limit = limits_of(resource.RLIMIT_MEMLOCK)[0]
         if limit != resource.RLIM_INFINITY:
             text += (
                 f"; this process may lock {limit >> 10} KiB of memory: raise `ulimit -l` (in a container, its memlock)"
