@@ -11,16 +11,17 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 3_400,
-    "core/client": 4_850,
+    "core": 3_420,
+    "core/client": 5_160,
+    "core/deltas": 660,
     "core/hub": 5_350,
     "core/kernels": 560,
     "core/memory": 3_640,
     "core/operations": 900,
     "core/protocol": 1_140,
     "core/security": 720,
-    "core/transfer": 1_850,
-    "core/transports": 7_250,
+    "core/transfer": 1_900,
+    "core/transports": 7_320,
     "openrlhf": 2_400,
     "verl": 3_450,
     "vllm": 7_350,

@@ -20,6 +20,7 @@ from tensorhub_plugins.core.deltas import codec, native
 from tensorhub_plugins.core.deltas.cache import Deltas
 from tensorhub_plugins.core.deltas.codec import Bytes, Span
 from tensorhub_plugins.core.deltas.frame import Step, links_of, steps_of
+from tensorhub_plugins.core.deltas.pace import Pace
 from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
@@ -31,7 +32,7 @@ from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.types import ShardKey
 
 WRONG_MAX = 3  # results of one read that are not what was published: then its bases are not what they are taken for
-RATES_MAX = 256  # endpoints whose rate is remembered
+PEERS_MAX = 256  # whose pace is remembered
 AHEAD_FOR = 8  # versions for which deltas are made ahead after a reader could take some
 
 
@@ -41,7 +42,8 @@ class Changes:
     def __init__(self, offers: Callable[[], list[Offer]], delta: Delta = "auto") -> None:
         self.is_on = delta == "auto"
         self.deltas = Deltas()
-        self.rates: OrderedDict[str, float] = OrderedDict()
+        self._paces: OrderedDict[str, Pace] = OrderedDict()
+        self._lock = threading.Lock()
         self._offers = offers
         self._ahead = 0  # for so many more versions deltas are made before a reader asks
         if self.is_on:
@@ -72,6 +74,15 @@ class Changes:
             and offer.slab.device is None
             and is_alike(offer.manifest, manifest)
         ]
+
+    def pace(self, peer: str) -> Pace:
+        """Return how fast this peer was read so far, of those that were read last."""
+        with self._lock:
+            found = self._paces.setdefault(peer, Pace())
+            self._paces.move_to_end(peer)
+            while len(self._paces) > PEERS_MAX:
+                self._paces.popitem(last=False)
+            return found
 
     def wanted(self) -> None:
         """Note that there are readers which could take deltas."""
@@ -216,16 +227,9 @@ class Bases:
         for step, (base, made) in zip(steps, links_of(steps, self._manifest.digest(segment)), strict=True):
             self._changes.deltas.put(base, made, step.delta)
 
-    def rate(self, peer: str) -> float:
-        """Return the bytes a second at which this peer sends whole segments; 0: unknown."""
-        return self._changes.rates.get(peer, 0.0)
-
-    def measured(self, peer: str, size_bytes: int, seconds: float) -> None:
-        """Note how long whole segments took to come."""
-        with _rates_lock:
-            self._changes.rates[peer] = size_bytes / max(seconds, 1e-9)
-            while len(self._changes.rates) > RATES_MAX:
-                self._changes.rates.popitem(last=False)
+    def pace(self, peer: str) -> Pace:
+        """Return how fast this peer was read so far, whole and by deltas."""
+        return self._changes.pace(peer)
 
     def _bring(self, segment: int, base: bytes, views: Sequence[memoryview]) -> bool:
         """Have the bytes of this digest in the slab; return whether they are believed to be there."""
@@ -264,9 +268,6 @@ def spans_of(manifest: Manifest, segment: int) -> list[Span]:
         size = spec.size_bytes // count if count and spec.size_bytes % count == 0 else 1
         pieces.append((offset, offset + spec.size_bytes, size))
     return codec.spans_of(pieces, stop - start)
-
-
-_rates_lock = threading.Lock()
 
 
 def _joined(views: Sequence[memoryview]) -> Bytes:

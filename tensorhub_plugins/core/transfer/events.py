@@ -39,18 +39,20 @@ class Opened(msgspec.Struct, frozen=True):
 class Prepared(msgspec.Struct, frozen=True):
     """The answer to Prepare: memory is allocated. needed: the segments with bytes that are wanted, in order.
 
-    is_borrowed: it is the memory of the source that Prepare named. size_bytes: of these segments, about."""
+    is_borrowed: it is the memory of the source that Prepare named. size_bytes: of these segments, about. based: how
+    many have an earlier version here, so that they may come as what has changed."""
 
     shard: int
     needed: tuple[int, ...]
     is_borrowed: bool = False
     size_bytes: int = 0
+    based: int = 0
 
 
 class Arrived(msgspec.Struct, frozen=True):
     """A segment is in place; intact: its digest is the manifest's. waited: it had to reach its source first.
 
-    tensors: those that have bytes in it, where it is not intact.
+    tensors: those that have bytes in it, where it is not intact. by_delta: what has changed in it came.
     """
 
     shard: int
@@ -59,6 +61,7 @@ class Arrived(msgspec.Struct, frozen=True):
     intact: bool
     waited: bool = False
     tensors: tuple[str, ...] = ()
+    by_delta: bool = False
 
 
 class SourceWaiting(msgspec.Struct, frozen=True):

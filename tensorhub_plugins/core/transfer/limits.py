@@ -27,6 +27,7 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
     window_min_segments: int = 4
     window_first_segments: int = 16  # before its rate is known
     window_here_segments: int = 128  # the same on this host: 16 small ones are copied before the next are asked for
+    window_delta_times: int = 16  # as many, where an earlier version is here: what has changed is small
     rate_s: float = 0.1  # the shortest time over which a rate is measured
     # When a source counts as slow.
     slow_s: float = 0.5  # without a segment, or a notice that the source itself waits
@@ -43,5 +44,5 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         # With a zero here nothing would ever be read.
-        windows = ("window_min_segments", "window_first_segments", "window_here_segments")
+        windows = ("window_min_segments", "window_first_segments", "window_here_segments", "window_delta_times")
         check_numbers(self, above_0=("sources_max", *windows, "look_s"))

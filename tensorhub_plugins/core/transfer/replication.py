@@ -252,7 +252,9 @@ class Replication:
             away = distance(self.location, grant.location)
             limits = self.limits
             first = limits.window_here_segments if away == HOST else limits.window_first_segments
-            state.sources[grant.session] = Source(limits, grant, request_id, now, away == FAR, first)
+            source = Source(limits, grant, request_id, now, away == FAR, first, away != HOST)
+            source.expects_deltas = state.has_bases and source.is_elsewhere
+            state.sources[grant.session] = source
             self._effects.append(Open(self._key(grant.shard), grant, request_id))
 
     def _key(self, shard: int) -> ShardKey:
@@ -295,6 +297,7 @@ class Replication:
             self._grown.add(self._key(event.shard))
             self.deadline += size_s(event.size_bytes)
             self.timeout_s += size_s(event.size_bytes)
+        state.has_bases = 2 * event.based > len(event.needed)
         state.begin(event.needed, now, self.limits)
         self._go_on(event.shard, state, now)
 
@@ -347,7 +350,7 @@ class Replication:
             return
         self._retries = 0  # progress: the next loss is a new one
         del state.missing[event.segment]
-        source.arrived(event.segment, now, waited=event.waited)
+        source.arrived(event.segment, now, waited=event.waited, by_delta=event.by_delta)
         self._effects.append(Verified(event.shard, event.session, event.segment))
         self._go_on(event.shard, state, now)
 

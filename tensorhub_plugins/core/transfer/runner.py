@@ -295,7 +295,8 @@ class Transfer:
         is_borrowed = loan is not None and slab.borrowed is loan
         bases = None if is_borrowed else self._destinations.bases(key.shard)
         self._targets[key.shard] = Target(manifest, slab, planned, bases)
-        return events.Prepared(key.shard, missing, is_borrowed, len(missing) * manifest.segment_size_bytes)
+        based = 0 if bases is None else bases.count
+        return events.Prepared(key.shard, missing, is_borrowed, len(missing) * manifest.segment_size_bytes, based)
 
     def _ask(self, acquire: messages.Acquire) -> None:
         numbers: list[int] = []

@@ -51,6 +51,8 @@ class Source:
     last_at: float  # when it last made progress, or was heard
     is_far: bool
     window_first: int
+    is_elsewhere: bool = True  # not on this host
+    expects_deltas: bool = False  # of most of the shard an earlier version is here, and it is elsewhere
     is_open: bool = False
     is_checked: bool = False
     assigned: dict[int, None] = field(default_factory=dict)
@@ -60,6 +62,7 @@ class Source:
     since: float = 0.0  # start of the current measurement of the rate
     count: int = 0
     is_slow: bool = False
+    by_delta: bool = False  # what came last was what has changed in a segment
     asked_at: float = 0.0  # since when it has been asked for segments without a pause
     came_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SEGMENTS))  # the last ones since then
 
@@ -78,12 +81,17 @@ class Source:
         came_at = self.came_at[-1] if self.came_at else self.asked_at
         return came_at if now - came_at > self.limits.waits_s else self.last_at
 
-    def arrived(self, segment: int, now: float, *, waited: bool) -> None:
-        """Count a segment from it. waited: it had to wait for the bytes itself, so that this is not its speed."""
+    def arrived(self, segment: int, now: float, *, waited: bool, by_delta: bool = False) -> None:
+        """Count a segment from it. waited: it had to wait for the bytes itself, so that this is not its speed. by_delta
+        what has changed came: a hundred of these take as long as a whole one, so their rates are not compared."""
         del self.assigned[segment]
         self.given.append(segment)
         self.last_at = now
         self.came_at.append(now)
+        if by_delta != self.by_delta:
+            self.by_delta, self.since, self.count = by_delta, now, 0
+            self.rate, self.best_rate, self.is_slow = 0.0, 0.0, False
+            return
         self.count += 1
         took = now - self.since
         if took >= self.limits.rate_s:
@@ -97,7 +105,9 @@ class Source:
     def window(self) -> int:
         """Return how many segments may be assigned to it at a time."""
         limits = self.limits
-        return max(limits.window_min_segments, int(self.rate * limits.window_s)) if self.rate else self.window_first
+        if not self.rate:
+            return self.window_first * (limits.window_delta_times if self.expects_deltas else 1)
+        return max(limits.window_min_segments, int(self.rate * limits.window_s))
 
     def is_silent(self, now: float, last_at: float) -> bool:
         """Return whether it was silent for longer than a source that is not slow."""
@@ -138,6 +148,7 @@ class Shard:
     missing: dict[int, None] | None = None
     queue: deque[int] = field(default_factory=deque)
     is_preparing: bool = False
+    has_bases: bool = False  # an earlier version of most of it is here
     lender: bytes | None = None
     peer: str = ""  # the last source that was lost
     began: float = 0.0
@@ -160,6 +171,7 @@ class Shard:
         self.began, self.additional_at = now, now + limits.additional_after_s
         for source in self.sources.values():
             source.begins(now)
+            source.expects_deltas = self.has_bases and source.is_elsewhere
 
     def assign(self, session: bytes, segments: tuple[int, ...], now: float) -> None:
         """Assign the first segments of the queue to this source."""

@@ -366,7 +366,8 @@ class SourceReader:
         is_measured = more is None  # by whole segments
         link.bases = self._target.bases if self._deltas and not is_measured else None
         for segment in link.read(segments, slab, moves, deadline=deadline, more=more):
-            if segment in link.progress.deltas:
+            by_delta = segment in link.progress.deltas
+            if by_delta:
                 self.deltas[segment] = link.progress.deltas[segment]
             intact = not self._verify or link.digest(segment) == manifest.digest(segment)
             self._expected_at = time.monotonic() + self._limits.stall_s
@@ -374,7 +375,7 @@ class SourceReader:
                 self._busy -= 1
             waited = segment in link.progress.delayed_segments
             names = () if intact else tuple(dict.fromkeys(spec.tensor for spec in manifest.specs_in([segment])))
-            self._notify(events.Arrived(self.shard, self.grant.session, segment, intact, waited, names))
+            self._notify(events.Arrived(self.shard, self.grant.session, segment, intact, waited, names, by_delta))
             if not intact:
                 raise _Corrupt("sent corrupt bytes", peer=self.grant.worker, phase="read")
             self._proven = link

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from tensorhub_plugins.core.deltas.pace import Pace
 from tensorhub_plugins.core.errors import UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.protocol.messages import Ticket
@@ -98,6 +99,11 @@ class Bases(Protocol):
     """What a reader holds of other versions of the stream that it reads into a slab with the same stream. Used by the
     thread that reads; only a transport that sends deltas does."""
 
+    @property
+    def count(self) -> int:
+        """Return for how many segments there is a base."""
+        ...
+
     def named(self, segment: int) -> tuple[bytes, ...]:
         """Return the digests of what is here of this segment, at most two."""
         ...
@@ -114,12 +120,8 @@ class Bases(Protocol):
         """Note whether the result has the digest of what was published. Right deltas are kept, for others."""
         ...
 
-    def rate(self, peer: str) -> float:
-        """Return the bytes a second at which this peer sends whole segments; 0: unknown."""
-        ...
-
-    def measured(self, peer: str, size_bytes: int, seconds: float) -> None:
-        """Note how long whole segments took to come."""
+    def pace(self, peer: str) -> Pace:
+        """Return how fast this peer was read so far; kept up to date by the link."""
         ...
 
 

@@ -7,7 +7,6 @@ between them, for links that are faster than that or lose packets.
 from __future__ import annotations
 
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -168,9 +167,9 @@ class _TcpStream:
             self._landed += made
             return True
         with ExitStack() as stack:
-            views, began = stack.enter_context(self._plan.receiving(segment)), time.monotonic()
+            views = stack.enter_context(self._plan.receiving(segment))
             self._channel.fill(views, self._deadline)
-            self._patches.came_whole(views, began)
+            self._patches.came_whole(views)
             if self._pool is not None:
                 self._finishing.add(self._pool.submit(_finish, stack.pop_all(), segment))
         if self._pool is None:

@@ -141,3 +141,29 @@ def test_a_source_that_waits_for_the_bytes_itself_does_not_count_as_slow(waited:
     for segment in range(4):
         one.arrived(segment, 5.0 * (1 + segment), waited=waited)
     assert one.is_slow is not waited
+
+
+def test_where_an_earlier_version_is_here_more_is_asked_for_at_first():
+    near, there = source(A), source(B)
+    near.is_elsewhere = False  # on the reader's host: whole segments, as ever
+    state = shard(range(0), near, there)
+    state.has_bases = True
+    state.begin(range(100), 0.0, LIMITS)
+    assert [len(action.segments) for action in planned(state)] == [4, 4 * LIMITS.window_delta_times]
+    state.has_bases = False  # the control
+    state.begin(range(100), 0.0, LIMITS)
+    assert [len(action.segments) for action in planned(state)] == [4, 4]
+
+
+def test_rates_of_deltas_and_of_whole_segments_are_not_compared():
+    """After a hundred deltas a second, one whole segment a second is no slow source."""
+    one = source(A, range(300))
+    for segment in range(200):
+        one.arrived(segment, segment / 100, waited=False, by_delta=True)
+    assert one.rate > 90
+    for segment in range(200, 204):
+        one.arrived(segment, segment - 198.0, waited=False)
+    assert not one.is_slow and one.rate == 1.0
+    for segment in range(204, 210):  # the control: of one kind they are
+        one.arrived(segment, 6.0 + 20.0 * (segment - 203), waited=False)
+    assert one.is_slow

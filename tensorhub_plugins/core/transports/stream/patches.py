@@ -33,7 +33,10 @@ class Patches:
         self._frame: bytearray | None = None  # what came instead of the next segment
         self._wrong: set[int] = set()  # segments whose delta did not make what was published
         self._again: list[int] = []  # of these, those that are to be asked for anew
-        self._size_bytes, self._seconds = 0, 0.0  # of what came whole
+        self._pace = None if self._bases is None else self._bases.pace(channel.peer)
+        self._takes = self._pace is not None and self._pace.takes_deltas()
+        self._began, self._ended = time.monotonic(), 0.0  # the last segment
+        self._size_bytes = self._delta_size_bytes = 0  # of what came, and of it by deltas
 
     @property
     def may_come(self) -> bool:
@@ -42,13 +45,13 @@ class Patches:
 
     def request(self, segments: Sequence[int]) -> None:
         """Ask for these segments, and name what is here of each."""
-        bases = self._bases
+        bases = self._bases if self._takes else None
         for at in range(0, len(segments), BASED_SEGMENTS_MAX):
             some = segments[at : at + BASED_SEGMENTS_MAX]
             named = [() if bases is None or segment in self._wrong else bases.named(segment) for segment in some]
             filled = [(*digests, *[NO_BASE] * BASES_MAX)[:BASES_MAX] for digests in named]
             joined = tuple(each for each in map(b"".join, zip(*filled, strict=True)) if any(each))
-            rate = bases.rate(self._channel.peer) if bases is not None and joined else 0.0
+            rate = self._pace.whole if self._pace is not None else 0.0
             left_s = max(0.0, self._deadline - time.monotonic())
             self._channel.send_message(StreamRead(runs_of(some), left_s, joined, rate), self._deadline)
 
@@ -82,14 +85,19 @@ class Patches:
             self._again.append(segment)
             return []
         self._progress.deltas[segment] = len(frame)
+        start, stop = self._manifest.segment_range(segment)
+        self._delta_size_bytes += stop - start
+        self._came(stop - start)
         return [segment]
 
-    def came_whole(self, views: Sequence[memoryview], began: float) -> None:
-        """Note that so much came whole, in the time since then."""
-        self._seconds += time.monotonic() - began
-        self._size_bytes += sum(map(len, views))
+    def came_whole(self, views: Sequence[memoryview]) -> None:
+        """Note that a segment came whole."""
+        self._came(sum(map(len, views)))
+
+    def _came(self, size_bytes: int) -> None:
+        self._size_bytes, self._ended = self._size_bytes + size_bytes, time.monotonic()
 
     def close(self) -> None:
-        """Note the rate at which whole segments came, for the next read."""
-        if self._bases is not None and self._size_bytes:
-            self._bases.measured(self._channel.peer, self._size_bytes, self._seconds)
+        """Note how fast the read was, unless the source has waited for bytes itself."""
+        if self._pace is not None and self._size_bytes and not self._progress.delayed_segments:
+            self._pace.read(self._size_bytes, self._delta_size_bytes, self._ended - self._began)

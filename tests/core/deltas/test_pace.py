@@ -1,0 +1,46 @@
+"""Deltas are taken where a read by them was not slower than one of whole segments, from end to end."""
+
+from __future__ import annotations
+
+from tensorhub_plugins.core.deltas.pace import TRIED_AGAIN_AFTER, TRIED_AGAIN_AFTER_MAX, Pace
+
+
+def test_where_deltas_were_faster_they_are_always_taken():
+    pace = Pace()
+    pace.read(1000, 0, 10.0)
+    for _ in range(100):
+        assert pace.takes_deltas()
+        pace.read(1000, 1000, 1.0)
+
+
+def test_where_they_were_slower_they_are_tried_more_and_more_rarely():
+    pace, tries = Pace(), []
+    pace.read(1000, 0, 1.0)
+    for number in range(10_000):
+        if pace.takes_deltas():
+            tries.append(number)
+            pace.read(1000, 1000, 2.0)
+        else:
+            pace.read(1000, 0, 1.0)
+    pauses = [later - earlier for earlier, later in zip(tries, tries[1:], strict=False)]
+    assert pauses[:3] == [TRIED_AGAIN_AFTER, 2 * TRIED_AGAIN_AFTER, 4 * TRIED_AGAIN_AFTER]
+    assert max(pauses) == TRIED_AGAIN_AFTER_MAX and len(tries) < 20
+
+
+def test_a_link_that_has_become_slower_takes_them_again():
+    pace = Pace()
+    pace.read(1000, 0, 1.0)
+    pace.read(1000, 1000, 2.0)
+    for _ in range(TRIED_AGAIN_AFTER - 1):
+        assert not pace.takes_deltas()
+        pace.read(1000, 0, 10.0)
+    assert pace.takes_deltas()
+    pace.read(1000, 1000, 3.0)
+    assert pace.takes_deltas()
+
+
+def test_a_mixture_says_nothing():
+    pace = Pace()
+    pace.read(1000, 0, 1.0)
+    pace.read(1000, 400, 100.0)
+    assert pace.takes_deltas() and pace.whole == 1000.0
