@@ -1,6 +1,7 @@
 """What `vllm serve --load-format tensorhub` tells over HTTP, beside vLLM's own routes.
 
 GET /tensorhub                      which hub it follows, which version it has, and what model it is; 404: not ours
+GET /ready                          503 with "behind" while it is; requests may wait for a version, too (admission.py)
 GET /tensorhub/starts/REQUEST       of a request that was named by `spans.PREFIX`: "answers", which are {"prompt": which
                                     of its prompts, "sample": which of n, "starts": [[version, first token], ...]}, and
                                     "starts": of its only answer; null: it has several, or it is not known (any more;
@@ -13,7 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
 
+from tensorhub_plugins.vllm.admission import BEHIND_S, Admission, furthest_behind, readiness
 from tensorhub_plugins.vllm.engine.core_follower import of_all_cores, starts_in
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.names import NAME
@@ -25,17 +28,21 @@ router = APIRouter()
 async def status(request: Request) -> dict[str, Any]:
     engine = _engine(request)
     config = engine.vllm_config
-    # Of several data parallel engines the one that is the furthest behind: what all of them have.
-    cores = await of_all_cores(engine.engine_core, "tensorhub_status")
-    following = min(cores, key=lambda said: (said is not None, said and (not said["broken"], said["version"])))
     return {
-        "following": following,
+        "following": furthest_behind(await of_all_cores(engine.engine_core, "tensorhub_status")),
         "facts": facts_of(config.model_config.hf_config),
         "max_model_len": config.model_config.max_model_len,
         "logprobs_mode": str(getattr(config.model_config.logprobs_mode, "value", config.model_config.logprobs_mode)),
         "engines": config.parallel_config.data_parallel_size,
         "by_hand": config.weight_transfer_config is not None,
     }
+
+
+@router.get("/ready")
+async def ready(request: Request, max_behind_s: float = BEHIND_S) -> JSONResponse:
+    cores = await of_all_cores(_engine(request).engine_core, "tensorhub_status")
+    code, body = readiness(furthest_behind(cores), max_behind_s)
+    return JSONResponse(body, code)
 
 
 @router.get("/tensorhub/starts/{name}")
@@ -54,3 +61,4 @@ def _engine(request: Request) -> Any:
 
 def attach(app: FastAPI) -> None:
     app.include_router(router)
+    app.add_middleware(Admission, state=app.state)

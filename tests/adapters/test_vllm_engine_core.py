@@ -336,6 +336,26 @@ def test_after_a_pause_of_others_only_the_newest_version_is_installed(following:
     assert core.log == [("start_fetch", 2), *switches(2)]
 
 
+def test_the_status_says_for_how_long_it_is_behind_what(following: Any, hub: Server) -> None:
+    core = following("now")
+    assert core.status()["behind_s"] == 0.0
+    core.available = False
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: core.status()["behind_s"] > 0.0, "it has heard of version 1")
+        assert (core.status()["wanted"], core.status()["version"]) == (1, 0)
+        core.available = True
+        wait_until(lambda: core.log[-1:] == ["resume"], "switched")
+        core.version = 1  # as the engine's tokens are
+        assert (core.status()["wanted"], core.status()["behind_s"]) == (1, 0.0)
+        assert core.status()["last"]["pull_s"] > 0.0
+        trainer.publish(2, {"bias": torch.ones(1)})
+        wait_until(lambda: core.status()["refusal"][0] == 2, "it refuses version 2")
+        wait_until(lambda: core.status()["behind_s"] > 0.0, "and stays behind it")
+        trainer.withdraw(2)
+        wait_until(lambda: core.status()["wanted"] == 1, "nothing else is to be run")
+
+
 def test_what_keeps_kv_is_named_once_and_nobody_is_paused_for_it(
     following: Any, hub: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ CEILINGS = {
     "core/transports": 7_320,
     "openrlhf": 2_400,
     "verl": 3_450,
-    "vllm": 7_350,
+    "vllm": 7_650,
     "vllm/doctor": 860,
     "vllm/worker": 4_650,
 }

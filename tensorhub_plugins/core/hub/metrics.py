@@ -42,7 +42,7 @@ class _Tally:
         for worker in history.workers.values():
             self.trainers += worker.published_size_bytes > 0
             self.silent += standing.is_silent(registry, worker, now)
-            self.refusing += bool(worker.refusal[0])
+            self.refusing += bool(standing.refusal_of(worker)[0])
             self.failing += bool(worker.failure)
             self.transfers += len(worker.leases)
             self.retained_bytes += sum(h.size_bytes for h in worker.holdings.values() if h.must_retain)

@@ -127,7 +127,7 @@ def _number(version: int) -> dict[str, object]:
 
 def _worker(registry: Registry, worker: Worker, now: float, shut: list[str]) -> dict[str, object]:
     complete = [h for h in worker.holdings.values() if h.complete]
-    lag = standing.lag_of(worker, now)
+    lag, (refused, why) = standing.lag_of(worker, now), standing.refusal_of(worker)
     return {
         "worker": worker.name,
         "location": msgspec.to_builtins(worker.hello.location),
@@ -147,7 +147,7 @@ def _worker(registry: Registry, worker: Worker, now: float, shut: list[str]) -> 
         "preemptible": worker.hello.preemptible,
         "pending": len(worker.pending),
         "corrupt_segments": worker.corrupt_segments,
-        "refuses": {**_number(worker.refusal[0]), "why": worker.refusal[1]} if worker.refusal[0] else None,
+        "refuses": {**_number(refused), "why": why} if refused else None,
         "fails": worker.failure,
         "unreached": unreached.summary_of(worker, shut),
     }

@@ -38,6 +38,11 @@ def lag_of(worker: Worker, now: float) -> Lag | None:
     return Lag(steps, now - max(since, worker.installed_at))
 
 
+def refusal_of(worker: Worker) -> tuple[int, str]:
+    """Return the newest version that it cannot install, and why; (0, ""): none, or not to be run any more."""
+    return (0, "") if worker.history.is_over(worker.refusal[0]) else worker.refusal
+
+
 def is_silent(registry: Registry, worker: Worker, now: float) -> bool:
     """Return whether it was not heard for so long that it is frozen, or cut off."""
     return now - worker.last_heard > SILENT_HEARTBEATS * registry.limits.heartbeat_s

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import NotRequired, TypedDict
 
-from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.core import UsageError, steps_behind
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.departures import Departures
@@ -38,6 +38,23 @@ class Following(TypedDict):
     hub_silent_s: float
     follow: NotRequired[str | None]  # "now" or "idle"; servers with earlier versions of this package lack these
     refusal: NotRequired[tuple[int, str]]  # a newer version that it cannot install, and why; (0, ""): none
+    wanted: NotRequired[int]  # the version to run, as the hub last said
+    behind_s: NotRequired[float]  # for which that has been another than the installed one
+    installed_s: NotRequired[float]  # since that was installed
+    failure: NotRequired[str]  # of the last try; "": it went well
+    last: NotRequired[dict[str, float]]  # pull_s and pause_s of the last version
+
+
+def lag_of(said: Following) -> int:
+    """Return by how many steps an engine is behind the version that it is to run."""
+    wanted = said.get("wanted", 0)
+    return max(0, steps_behind(said["version"], wanted)) if wanted > said["version"] else 0
+
+
+def why_refused(said: Following) -> str | None:
+    """Return why it cannot install the version that it is to run; None: it can, or has."""
+    refused, why = said.get("refusal", (0, ""))
+    return why if refused >= said.get("wanted", 0) > said["version"] else None
 
 
 def status(joining: WorkerConfig, when: str | None, version: int, broken: bool, hub_silent_s: float) -> Following:

@@ -31,7 +31,7 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any
 
-from tensorhub_plugins.core import Client, TensorHubError, UsageError, options
+from tensorhub_plugins.core import Client, NotPublished, TensorHubError, UsageError, options
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig, parse, shares_experts
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
@@ -306,6 +306,9 @@ class CoreFollower(Follower):
         )
         self._core, self._joining, self._how = core, joining, how
         self._client: Client | None = None
+        self._wanted = 0  # the version to run, as the hub last said
+        self._behind = (0, 0.0)  # a version that was installed, and since when another one is to be run
+        self._installed = (0, time.monotonic())  # the version that is, and since when
         self._staleness = Staleness(lambda: self._hub_silent_s, how.staleness_s, worker=self.worker)
         self._began_at = time.monotonic()
         self._runs, self._end = threading.Event(), threading.Event()
@@ -321,7 +324,32 @@ class CoreFollower(Follower):
     def status(self) -> Following:
         """Return which run it follows, and how far it is. Call in the core's loop."""
         said = status(self._joining, self._how.when, self._core.version, self.is_broken, self._hub_silent_s)
-        return {**said, "refusal": self.refusal}
+        now, version = time.monotonic(), self._core.version
+        if self._installed[0] != version:
+            self._installed = version, now
+        return {
+            **said,
+            "refusal": self.refusal,
+            "wanted": self._wanted,
+            "behind_s": now - self._behind[1] if self._behind[0] == version != self._wanted else 0.0,
+            "installed_s": now - self._installed[1],
+            "failure": self._failure,
+            "last": {"pull_s": self.last_update.pull_s, "pause_s": self.last_update.pause_s},
+        }
+
+    def _refused_still(self, installed: int) -> int:
+        """Return what would be to be run if this engine took all; one that it refuses may have been withdrawn."""
+        assert self._client is not None
+        try:
+            return self._client.target(installed, pins=self.pins, timeout_s=0.0)
+        except NotPublished:
+            return installed or self.version
+
+    def _want(self, version: int) -> None:
+        """Note what the hub says is to be run."""
+        if self._behind[0] != self.version or self._wanted == self.version:
+            self._behind = self.version, time.monotonic()
+        self._wanted = version
 
     def ask(self, question: str, given: Sequence[Any]) -> Future[Any]:
         """Call in the core's loop. See `answer`; vLLM takes no *args."""
@@ -394,7 +422,13 @@ class CoreFollower(Follower):
             raise _ClosedError
         if self._client is None:
             self._client = self._joining.connect(replica=f"{self._joining.replica}-follow", transports=("tcp",))
-        return self._client.target(installed, timeout_s=min(timeout_s, HUB_TIMEOUT_S), **more)
+        try:
+            version = self._client.target(installed, timeout_s=min(timeout_s, HUB_TIMEOUT_S), **more)
+        except NotPublished:
+            self._want(self._refused_still(installed) if self.refusal[0] else installed or self.version)
+            raise
+        self._want(version)
+        return version
 
     async def make_ready(self, version: int) -> int | None:
         other: int | None = version

@@ -83,6 +83,8 @@ def test_a_version_that_is_refused(run: Scenario) -> None:
         follows(run, name, 9, refused=(10,), why="tensor 'w' has another shape")
     (refused,) = found(run, hub="tcp://h:1").values()
     assert refused.what == "a/0, b/0 cannot install version 10: tensor 'w' has another shape"
+    run.say("trainer/0", m.Withdraw, version=10, timeout_s=1.0)
+    assert found(run) == {}  # that has helped
     assert "bad: `tensorhub withdraw 10 --run=run --model=actor --hub tcp://h:1`" in refused.to_do
 
 

@@ -1,0 +1,184 @@
+"""What a server that follows the store does with HTTP requests before vLLM has them.
+
+A request may ask to be answered from a version: by the header `X-TensorHub-Min-Version`, or `min_version` in its JSON
+body: a step, or attempt/step. It waits until this server has that version or a later one, for at most
+`X-TensorHub-Wait` seconds (10), and is then refused with 409, which says what there is. One that is answered carries
+`X-TensorHub-Version`, what the server had when it began: no token of its answer is of an older one, unless operators
+withdraw that or pin another. `GET /ready` is 503 with "behind" while a newer version has not been installed for
+`?max_behind_s=` (60): a router that does not know the store holds traffic back by it. Before `GET /metrics` is answered
+the store's figures are renewed (exposition.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from tensorhub_plugins.core import UsageError, parse_version, version_label
+from tensorhub_plugins.vllm.engine.core import Following, lag_of, why_refused
+from tensorhub_plugins.vllm.engine.core_follower import of_all_cores
+from tensorhub_plugins.vllm.exposition import figures
+from tensorhub_plugins.vllm.names import NAME
+
+MIN_VERSION, WAIT, VERSION = b"x-tensorhub-min-version", b"x-tensorhub-wait", b"x-tensorhub-version"
+IN_BODY = "min_version"
+WAIT_S, WAIT_MAX_S, POLL_S = 10.0, 600.0, 0.1
+BEHIND_S = 60.0
+SCRAPE_S = 2.0  # for the engine to say how it does; it may be busy with an install
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def furthest_behind(cores: Sequence[Following | None]) -> Following | None:
+    """Return what all data parallel engines have: what the one says that is the furthest behind. None: it follows
+    nothing."""
+    if None in cores or not cores:
+        return None
+    return min((each for each in cores if each), key=lambda said: (not said["broken"], said["version"]))
+
+
+def readiness(said: Following | None, max_behind_s: float = BEHIND_S) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status of `/ready`, and its body. said: of the engine, None: it does not follow."""
+    if said is None:
+        return 200, {"ready": True, "follows": False}
+    behind_s, wanted, refused = said.get("behind_s", 0.0), said.get("wanted", 0), why_refused(said)
+    why = ""
+    if said["broken"]:
+        why = "its weights are not whole: an install failed half way, the next one repairs it"
+    elif wanted and not said["version"]:
+        why = "it has none of the store's versions yet"
+    elif behind_s > max_behind_s:
+        why = "behind" if refused is None else f"behind: it cannot install version {version_label(wanted)}: {refused}"
+    body = {
+        "ready": not why,
+        "why": why,
+        "version": said["version"],
+        "wanted": wanted,
+        "lag_steps": lag_of(said),
+        "behind_s": round(behind_s, 3),
+    }
+    return (503 if why else 200), body
+
+
+def refusal_of(said: Following | None, wanted: int) -> str | None:
+    """Return why a request for this version cannot be answered by waiting; None: it can."""
+    if said is None:
+        return "this server does not follow the store"
+    refused, why = said.get("refusal", (0, ""))
+    return f"it cannot install version {version_label(refused)}: {why}" if refused >= wanted > said["version"] else None
+
+
+class Admission:
+    """An ASGI middleware of vLLM's server, which does nothing in one without `--load-format tensorhub`."""
+
+    def __init__(self, app: App, *, state: Any) -> None:
+        """Stand before this application. state: of vLLM's own one, which gets its engine later."""
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        engine = getattr(self._state, "engine_client", None)
+        if scope["type"] != "http" or engine is None or engine.vllm_config.load_config.load_format != NAME:
+            await self._app(scope, receive, send)
+        elif scope["path"].startswith("/metrics"):
+            await self._renew(engine)
+            await self._app(scope, receive, send)
+        elif scope["method"] == "POST":
+            await self._admit(engine, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _renew(self, engine: Any) -> None:
+        try:
+            figures().renew(await asyncio.wait_for(self._following(engine), SCRAPE_S))
+        except asyncio.TimeoutError:
+            figures().missed()
+
+    async def _following(self, engine: Any) -> Following | None:
+        return furthest_behind(await of_all_cores(engine.engine_core, "tensorhub_status"))
+
+    async def _admit(self, engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        given: object = headers[MIN_VERSION].decode("latin-1") if MIN_VERSION in headers else None
+        if given is None and b"json" in headers.get(b"content-type", b"json"):
+            body, receive = await _read(receive)
+            given = _named_in(body)
+        if given is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            wanted, wait_s = parse_version(str(given)), _wait_s(headers.get(WAIT))
+        except (UsageError, ValueError) as error:
+            await _answer(send, 400, {"error": _error(400, f"{IN_BODY}: {error}")})
+            return
+        deadline = time.monotonic() + wait_s
+        while True:
+            said = await self._following(engine)
+            if said is not None and said["version"] >= wanted and not said["broken"]:
+                break
+            why = refusal_of(said, wanted)
+            if why is not None or time.monotonic() >= deadline:
+                have = said["version"] if said else 0
+                text = why or f"no version {version_label(wanted)} or later within {wait_s:g} s"
+                text = f"{text}; this server has {version_label(have) if have else 'none'}"
+                await _answer(send, 409, {"error": _error(409, text), "version": have, "min_version": wanted})
+                return
+            await asyncio.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
+        await self._app(scope, receive, _with_version(send, said["version"]))
+
+
+def _wait_s(given: bytes | None) -> float:
+    seconds = WAIT_S if given is None else float(given)
+    if not 0 <= seconds <= WAIT_MAX_S:
+        raise UsageError(f"{WAIT.decode()}: from 0 to {WAIT_MAX_S:g} seconds")
+    return seconds
+
+
+async def _read(receive: Receive) -> tuple[bytes, Receive]:
+    """Return the body of a request, and a way for the application to receive it again."""
+    messages: list[Message] = []
+    while not messages or messages[-1].get("more_body"):
+        messages.append(await receive())
+    again = iter(messages)
+
+    async def replay() -> Message:
+        return next(again, None) or await receive()
+
+    return b"".join(message.get("body", b"") for message in messages), replay
+
+
+def _named_in(body: bytes) -> object:
+    """Return the `min_version` of a JSON body; None: there is none. Only a body that may have one is parsed."""
+    if IN_BODY.encode() not in body:
+        return None
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None  # vLLM says what is wrong with it
+    return found.get(IN_BODY) if isinstance(found, Mapping) else None
+
+
+def _with_version(send: Send, version: int) -> Send:
+    async def send_with_version(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (VERSION, version_label(version).encode())]
+        await send(message)
+
+    return send_with_version
+
+
+def _error(code: int, text: str) -> dict[str, Any]:
+    return {"message": text, "type": "Conflict" if code == 409 else "BadRequestError", "param": IN_BODY, "code": code}
+
+
+async def _answer(send: Send, code: int, body: Mapping[str, Any]) -> None:
+    content = json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    await send({"type": "http.response.start", "status": code, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,166 @@
+"""A request that asks for a version, `/ready` and the figures of a server that follows; its engine is played."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+pytest.importorskip("vllm")
+
+from tensorhub_plugins.core import version_of  # noqa: E402
+from tensorhub_plugins.vllm.admission import Admission, furthest_behind, readiness  # noqa: E402
+from tensorhub_plugins.vllm.engine.core import lag_of  # noqa: E402
+from tensorhub_plugins.vllm.exposition import FIGURES, PREFIX  # noqa: E402
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+
+
+def said(version: int = 5, **more: Any) -> Any:
+    """What an engine says of itself."""
+    of = {"run": "r", "model": "m", "replica": "a", "broken": False, "hub_silent_s": 0.0, "wanted": version}
+    return {**of, "version": version, **more}
+
+
+class Server:
+    """vLLM's application with our middleware before it. `says`: what its engine says each time, the last for ever."""
+
+    def __init__(self, *says: Any, load_format: str = "tensorhub") -> None:
+        self.says, self.asked, self.bodies = list(says), 0, []
+        config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
+        engine = SimpleNamespace(vllm_config=config, engine_core=self)
+        self.middleware = Admission(self.application, state=SimpleNamespace(engine_client=engine))
+
+    async def call_utility_async(self, method: str) -> Any:
+        assert method == "tensorhub_status"
+        self.asked += 1
+        found = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+        return await found if asyncio.iscoroutine(found) else found
+
+    async def application(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.bodies.append(body)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y")]})
+        await send({"type": "http.response.body", "body": b"text"})
+
+    def post(self, *chunks: bytes, path: str = "/v1/completions", method: str = "POST", **headers: str) -> Any:
+        """The status, headers and body of an answer. Headers with _ for -."""
+        sent: list[Any] = []
+        given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": method, "path": path, "headers": given}
+        chunks = chunks or (b"",)
+        parts = iter([{"type": "http.request", "body": x, "more_body": x is not chunks[-1]} for x in chunks])
+
+        async def receive() -> Any:
+            return next(parts)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        asyncio.run(asyncio.wait_for(self.middleware(scope, receive, send), 20))
+        start, *rest = sent
+        return start["status"], dict(start["headers"]), b"".join(each["body"] for each in rest)
+
+
+def test_a_request_that_asks_for_none_is_as_it_was() -> None:
+    server = Server(said())
+    assert server.post(b'{"prompt": ', b'"x"}') == (200, {b"x": b"y"}, b"text")
+    assert server.post(b'{"prompt": "say min_version"}')[0] == 200 and server.post(b"min_version {")[0] == 200
+    assert server.bodies == [b'{"prompt": "x"}', b'{"prompt": "say min_version"}', b"min_version {"]
+    assert server.asked == 0
+
+
+@pytest.mark.parametrize("asks", [{"x_tensorhub_min_version": "7"}, {}], ids=["header", "body"])
+def test_it_waits_for_the_version_it_asks_for(asks: dict[str, str]) -> None:
+    server = Server(said(5), said(6), said(7))
+    status, headers, _ = server.post(b'{"prompt": "x"' + (b"}" if asks else b', "min_version": 7}'), **asks)
+    assert (status, headers[b"x-tensorhub-version"], server.asked) == (200, b"7", 3)
+    assert json.loads(server.bodies[0])["prompt"] == "x"
+
+
+def test_it_is_refused_with_what_there_is() -> None:
+    server = Server(said(5))
+    status, _, body = server.post(b"{}", x_tensorhub_min_version="7", x_tensorhub_wait="0.2")
+    told = json.loads(body)
+    assert (status, told["version"], told["min_version"], server.bodies) == (409, 5, 7, [])
+    assert told["error"]["message"] == "no version 7 or later within 0.2 s; this server has 5" and server.asked > 2
+    assert server.post(b"{}", x_tensorhub_min_version="1/2", x_tensorhub_wait="0")[0] == 409  # of a later attempt
+    assert Server(said(version_of(1, 3))).post(b"{}", x_tensorhub_min_version="1/2")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        (said(5, refusal=(8, "no tensor 'w'")), "it cannot install version 8: no tensor 'w'"),
+        (None, "this server does not follow the store"),
+    ],
+)
+def test_what_will_not_come_is_not_waited_for(says: Any, why: str) -> None:
+    server = Server(says)
+    status, _, body = server.post(b"{}", x_tensorhub_min_version="7", x_tensorhub_wait="600")
+    assert status == 409 and why in json.loads(body)["error"]["message"] and server.asked == 1
+
+
+def test_broken_weights_are_waited_for_and_an_older_version_is_enough() -> None:
+    assert Server(said(7, broken=True), said(7)).post(b"{}", x_tensorhub_min_version="7")[0] == 200
+    assert Server(said(7, broken=True)).post(b"{}", x_tensorhub_min_version="7", x_tensorhub_wait="0")[0] == 409
+    assert Server(said(9)).post(b"{}", x_tensorhub_min_version="7")[1][b"x-tensorhub-version"] == b"9"
+
+
+@pytest.mark.parametrize("given", ["x", "-1", "0", "1e3", "9" * 100, "٣"])
+def test_what_is_no_version_or_time_is_said(given: str) -> None:
+    server = Server(said())
+    for body, headers in ((json.dumps({"min_version": given}).encode(), {}), (b"{}", {"x_tensorhub_wait": "nan"})):
+        status, _, answer = server.post(body, **({"x_tensorhub_min_version": "1"} if headers else {}), **headers)
+        assert status == 400 and b"error" in answer and not server.bodies
+
+
+def test_a_server_without_the_store_has_nothing_of_it() -> None:
+    server = Server(said(), load_format="auto")
+    assert server.post(b"{}", x_tensorhub_min_version="99")[0] == 200 and server.asked == 0
+
+
+def test_ready_says_behind() -> None:
+    assert readiness(said())[0] == readiness(None)[0] == 200
+    late = said(5, wanted=9, behind_s=61.0)
+    assert readiness(late)[0] == 503 and readiness(late)[1]["why"] == "behind" and readiness(late)[1]["lag_steps"] == 4
+    assert readiness(late, 100.0)[0] == 200
+    refusing = said(5, refusal=(6, "other"), wanted=6, behind_s=61.0)
+    assert readiness(refusing)[1]["why"] == "behind: it cannot install version 6: other"
+    assert readiness({**refusing, "wanted": 5, "behind_s": 0.0})[0] == 200  # that was withdrawn
+    assert readiness(said(5, broken=True))[0] == 503
+    assert readiness(said(0, wanted=3))[0] == 503 and readiness(said(0))[0] == 200  # nothing is published yet
+    assert furthest_behind([said(5), said(4), None]) is None and furthest_behind([said(5), said(4)]) == said(4)
+    assert lag_of(said(5, wanted=3)) == 0  # it goes back
+
+
+def value(name: str) -> float | None:
+    return REGISTRY.get_sample_value(PREFIX + name, {"run": "r", "model": "m"})
+
+
+def test_the_figures_are_those_of_the_moment_of_the_scrape() -> None:
+    server = Server(
+        said(5, wanted=9, behind_s=3.0, failure="no memory", last={"pull_s": 2.0}), said(9), asyncio.sleep(9)
+    )
+    assert server.post(path="/metrics", method="GET")[0] == 200
+    found = {name: value(name) for name in FIGURES}
+    assert (found["step"], found["lag_steps"], found["behind_seconds"], found["failing"]) == (5, 4, 3, 1)
+    assert (found["pull_seconds"], found["answers"], found["broken"]) == (2, 1, 0)
+    server.post(path="/metrics", method="GET")
+    assert (value("step"), value("lag_steps"), value("failing")) == (9, 0, 0)
+    server.post(path="/metrics", method="GET")  # an engine that is busy with an install
+    assert (value("answers"), value("step")) == (0, 9)
+
+
+def test_the_page_has_all_of_them() -> None:
+    told = set(re.findall(rf"^\| `{PREFIX}(\w+)` \|", PAGE.read_text(), flags=re.MULTILINE))
+    assert told == set(FIGURES)
