@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 WEIGHT = 0.5  # of the last read, in a moving average
+SLOWER, SLOWER_S = 1.05, 0.005  # than whole segments, from there on: less is chance
 TRIED_AGAIN_AFTER, TRIED_AGAIN_AFTER_MAX = 16, 1024  # reads: twice as many after each try in vain
 
 
@@ -26,7 +27,7 @@ class Pace:
             self.whole = rate if not self.whole else (1 - WEIGHT) * self.whole + WEIGHT * rate
         elif 2 * delta_size_bytes > size_bytes:
             self.by_delta = rate
-            if self.whole and rate < self.whole:
+            if self.whole and seconds > SLOWER * size_bytes / self.whole + SLOWER_S:
                 self._left, self._pause = self._pause, min(2 * self._pause, TRIED_AGAIN_AFTER_MAX)
             else:
                 self._pause = TRIED_AGAIN_AFTER

@@ -39,6 +39,15 @@ def test_a_link_that_has_become_slower_takes_them_again():
     assert pace.takes_deltas()
 
 
+def test_milliseconds_are_chance():
+    pace = Pace()
+    pace.read(1000, 0, 0.001)
+    pace.read(1000, 1000, 0.005)
+    assert pace.takes_deltas()
+    pace.read(1000, 1000, 0.007)
+    assert not pace.takes_deltas()
+
+
 def test_a_mixture_says_nothing():
     pace = Pace()
     pace.read(1000, 0, 1.0)

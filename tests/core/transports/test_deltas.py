@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -48,10 +51,10 @@ class Answers:
 
 
 @contextlib.contextmanager
-def read_with_bases(transport: TcpTransport, answers: Answers) -> Any:
+def read_with_bases(make: Callable[[], TcpTransport], answers: Answers) -> Any:
     """Yield (link, target, bases, manifest) of a reader that holds OLD where NEW is served."""
     slab = Slab.adopt({"a": OLD.clone()})
-    with served(transport, {"a": NEW}) as (offer, endpoint), contextlib.closing(type(transport)()) as reader:
+    with served(make(), {"a": NEW}) as (offer, endpoint), contextlib.closing(make()) as reader:
         offer.deltas = answers
         before = slab.manifest(1000)
         answers.sender = lambda segment: encoded(offer.manifest, segment)
@@ -76,16 +79,28 @@ def encoded(manifest: Manifest, segment: int) -> bytes:
 @pytest.mark.parametrize("streams", [1, 4])
 def test_segments_come_as_deltas(streams):
     answers = Answers()
-    with read_with_bases(TcpTransport(streams=streams), answers) as (link, slab, manifest):
+    with read_with_bases(functools.partial(TcpTransport, streams=streams), answers) as (link, slab, manifest):
         arrived = sorted(read_equal(link, range(manifest.segment_count), slab, deadline=soon()))
         assert arrived == list(range(manifest.segment_count)) == sorted(link.progress.deltas)
         assert torch.equal(slab.tensors()["a"], NEW) and answers.refused == []
 
 
+def test_over_tls_too(tmp_path: Path):
+    pytest.importorskip("cryptography", reason="makes the certificates")
+    from tls_files import run_files
+
+    from tensorhub_plugins.core.transports.tls import TlsTransport
+
+    make, answers = functools.partial(TlsTransport, files=run_files(tmp_path)), Answers()
+    with read_with_bases(make, answers) as (link, slab, manifest):
+        arrived = sorted(read_equal(link, range(manifest.segment_count), slab, deadline=soon()))
+        assert arrived == sorted(link.progress.deltas) and torch.equal(slab.tensors()["a"], NEW)
+
+
 @pytest.mark.parametrize("streams", [1, 4])
 def test_nonsense_ends_in_whole_segments_over_the_same_link(streams):
     answers = Answers(right=False)
-    with read_with_bases(TcpTransport(streams=streams), answers) as (link, slab, manifest):
+    with read_with_bases(functools.partial(TcpTransport, streams=streams), answers) as (link, slab, manifest):
         arrived = list(read_equal(link, range(manifest.segment_count), slab, deadline=soon()))
         assert sorted(arrived) == list(range(manifest.segment_count)) and link.progress.deltas == {}
         assert all(link.digest(segment) == manifest.digest(segment) for segment in arrived)
@@ -97,7 +112,7 @@ def test_a_source_that_sends_deltas_that_nobody_asked_for_is_left(monkeypatch):
     for with_bases in (True, False):
         frame = [b"n" * 16, b"\x00\x00\x00\x01", b"\x00"]
         monkeypatch.setattr(ReaderConnection, "_delta", lambda self, offer, segment, frame=frame: frame)
-        with read_with_bases(TcpTransport(), Answers()) as (link, slab, manifest):
+        with read_with_bases(TcpTransport, Answers()) as (link, slab, manifest):
             link.bases = link.bases if with_bases else None
             with pytest.raises((ProtocolError, SourceLost)):
                 list(read_equal(link, range(manifest.segment_count), slab, deadline=soon()))
@@ -106,7 +121,7 @@ def test_a_source_that_sends_deltas_that_nobody_asked_for_is_left(monkeypatch):
 def test_a_delta_that_is_longer_than_it_may_be_is_not_received(monkeypatch):
     monkeypatch.setattr(ReaderConnection, "_delta", lambda self, offer, segment: [bytes(600)])
     with (
-        read_with_bases(TcpTransport(), Answers()) as (link, slab, manifest),
+        read_with_bases(TcpTransport, Answers()) as (link, slab, manifest),
         pytest.raises(ProtocolError, match="announced"),
     ):
         list(read_equal(link, range(manifest.segment_count), slab, deadline=soon()))

@@ -1,0 +1,33 @@
+"""Two versions of 16-bit elements: how an optimizer step changes them, as was measured (86 to 93 % by one)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Elements = npt.NDArray[np.uint16]
+STEPS = np.array([1, -1, 2, -2, 3, -3, 300], np.int16).view(np.uint16)
+SHARES = [0.45, 0.45, 0.035, 0.035, 0.014, 0.014, 0.002]
+ROW = 4096
+
+
+def version(random: np.random.Generator, count: int) -> Elements:
+    """Return weights of a normal distribution, as bf16."""
+    return (
+        (random.standard_normal(count, np.float32) * np.float32(0.02)).view(np.uint32).__rshift__(16).astype(np.uint16)
+    )
+
+
+def stepped(random: np.random.Generator, old: Elements, percent: float, *, clustered: bool = False) -> Elements:
+    """Return the next version, in which that share has changed. clustered: within one row of 4,096 in ten. 100 %: it
+    has nothing to do with the one before."""
+    if percent >= 100:
+        return version(random, old.size)
+    share = np.full(old.size, percent / 100)
+    if clustered:
+        rows = random.random(-(-old.size // ROW)) < 0.1
+        share = np.minimum(np.repeat(rows, ROW)[: old.size] * 10 * percent / 100, 1.0)
+    changed = random.random(old.size) < share
+    new = old.copy()
+    new[changed] += random.choice(STEPS, int(changed.sum()), p=SHARES)
+    return new
