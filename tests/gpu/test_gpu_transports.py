@@ -24,6 +24,8 @@ from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports import NotServable, Offer, create
 
+pytestmark = pytest.mark.heavy  # where there is no GPU tests/core/transports shows the same on the simulated device
+
 HERE = Path(__file__).resolve().parent
 GIB = 1 << 30
 
@@ -98,6 +100,7 @@ def test_between_two_processes(place, reader, figure, digests):
     place.check()
 
 
+@pytest.mark.smoke
 def test_into_host_memory(place, reader):
     size_bytes = place.size(2 * GIB, 9_000_000)
     with source(kind_of(place), size_bytes) as other:
