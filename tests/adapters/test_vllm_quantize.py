@@ -9,7 +9,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +24,8 @@ from vllm_layers import only_rank
 
 from tensorhub_plugins.core import Client, Deadline, start_server
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.worker import quantize, references
+from tensorhub_plugins.vllm.worker import contract, quantize, references
+from tensorhub_plugins.vllm.worker.fingerprint import parallel_ranks
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition
 
@@ -90,7 +90,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield made
 
 
-def make(config: Any, monkeypatch: pytest.MonkeyPatch) -> _Model:
+def make(config: Any, monkeypatch: pytest.MonkeyPatch, size: int = 384) -> _Model:
     """A quantized layer between two that are not."""
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear
@@ -102,7 +102,7 @@ def make(config: Any, monkeypatch: pytest.MonkeyPatch) -> _Model:
     model = _Model()
     with torch.device("cpu"):
         model.gate = ReplicatedLinear(256, 8, bias=False, prefix="gate")
-        model.linear = ColumnParallelLinear(256, 384, bias=False, quant_config=config.quant_config, prefix="linear")
+        model.linear = ColumnParallelLinear(256, size, bias=False, quant_config=config.quant_config, prefix="linear")
         model.norm = RMSNorm(256)
     for parameter in model.parameters():
         parameter.data.zero_()
@@ -125,8 +125,8 @@ def checkpoint(seed: int) -> dict[str, torch.Tensor]:
 
 
 class Engine:
-    def __init__(self, name: str, hub: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.model = make(config, monkeypatch)
+    def __init__(self, name: str, hub: Any, config: Any, monkeypatch: pytest.MonkeyPatch, size: int = 384) -> None:
+        self.model = make(config, monkeypatch, size)
         said = {"hub": hub.address, "run": "r", "model": "m", "replica": name, "serve_from": "live"}
         self.updater = Updater(
             WorkerConfig.parse(said), self.model, config, ShardPosition(0, 1, "runtime:x"), lambda vote: [vote]
@@ -174,12 +174,12 @@ def test_floats_become_fp8_on_the_way_in_and_peers_copy_the_result(
 ) -> None:
     if within == "verl":
         request.getfixturevalue("verls_patches")
-    threads: list[int] = []
+    made: list[int] = []
     original = quantize.quantize
 
-    def counted(tensor: torch.Tensor, block: tuple[int, int]) -> Any:
-        threads.append(threading.get_ident())
-        return original(tensor, block)
+    def counted(*given: Any) -> Any:
+        made.append(given[0].numel())
+        return original(*given)
 
     with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         engines = [Engine(name, hub, config, monkeypatch) for name in ("e0", "e1")]
@@ -188,11 +188,11 @@ def test_floats_become_fp8_on_the_way_in_and_peers_copy_the_result(
             with monkeypatch.context() as patch:
                 patch.setattr(quantize, "quantize", counted)
                 layouts = [engine.update(version) for engine in engines]
-            assert layouts == ["checkpoint", "runtime:x"] and len(threads) == version
+            assert layouts == ["checkpoint", "runtime:x"]
+            assert version < 3 or len(made) == 2, "once for its values and once for its scales"
+            made.clear()
             assert [engine.is_version_of(version) for engine in engines] == [[True] * 4] * 2
             engines.reverse()
-        # Beside the engine, but for the first one of each, when the loaders are asked.
-        assert [thread == threading.get_ident() for thread in threads] == [True, True, False]
         # One that is not like the others is refused by name, whatever it is made of.
         bad = checkpoint(4)
         trainer.publish(4, {**bad, "linear.weight": bad["linear.weight"][:-1].clone()})
@@ -231,8 +231,7 @@ def test_what_quantizing_takes_is_said_before_the_first_version(
     with start_server() as hub, caplog.at_level("INFO"):
         engine = Engine("e0", hub, config, monkeypatch)
         quantized = engine.model.linear.weight.numel()
-        assert quantize.memory_bytes(engine.model, 1) == 3 * quantized > 0  # two bytes an element, and one
-        assert quantize.memory_bytes(engine.model, 8) == 24 * quantized  # each reads all of it
+        assert quantize.memory_bytes(engine.model) == quantized > 0  # two bytes an element, of which one is made
         assert "while it quantizes a checkpoint of floats" in caplog.text
         engine.updater.close()
 
@@ -277,5 +276,61 @@ def test_a_checkpoint_that_is_quantized_already_is_taken_as_it_is(config: Any, m
         trainer.publish(1, given)
         engine.update(1)
         assert engine.is_version_of(1) == [True] * 4
-        assert engine.updater._quantizer is not None and not engine.updater._quantizer.quantizes
+        assert engine.updater._quantizer is not None and not engine.updater._quantizer._names
         engine.updater.close()
+
+
+def test_a_worker_reads_and_quantizes_its_own_slice(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N5: each worker of an engine read the whole checkpoint, and made all of it, and its copy, on the host."""
+    from vllm.model_executor import parameter
+    from vllm.model_executor.layers import linear
+
+    for module in (linear, parameter):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 4)
+        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 2)
+    ranks = {"tp": 2, "tp_size": 4}
+    monkeypatch.setattr(contract, "parallel_ranks", lambda config: {**parallel_ranks(config), **ranks})
+    wanted: list[Any] = []
+    fetch = Client.fetch
+
+    def fetches(*given: Any, **how: Any) -> Any:
+        wanted.append(how["wanted"])
+        return fetch(*given, **how)
+
+    monkeypatch.setattr(Client, "fetch", fetches)
+    most: list[int] = []
+    original = quantize.quantize
+
+    def counted(*given: Any) -> Any:
+        most.append(given[0].numel())
+        return original(*given)
+
+    whole = {
+        name: torch.randn(shape).bfloat16() for name, shape in {"gate.weight": (8, 256), "norm.weight": (256,)}.items()
+    }
+    whole["linear.weight"] = torch.randn(4 * 384 + 256, 256).bfloat16()[: 4 * 384]
+    with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        engine = Engine("e0", hub, config, monkeypatch, size=4 * 384)
+        engine.updater._plans_ahead = True  # as if there were others
+        assert engine.model.linear.weight.shape == (384, 256)
+        monkeypatch.setattr(quantize, "quantize", counted)
+        for version in (1, 2):
+            now = {name: tensor + version for name, tensor in whole.items()}
+            trainer.publish(version, now)
+            assert engine.update(version) == "checkpoint"
+            values, scales = original(now["linear.weight"], BLOCK)
+            layer = engine.model.linear
+            assert torch.equal(layer.weight.view(torch.uint8), values[2 * 384 : 3 * 384].view(torch.uint8))
+            assert torch.equal(layer.weight_scale_inv, scales[6:9])
+            assert torch.equal(engine.model.gate.weight, now["gate.weight"])
+            assert wanted.pop().size_bytes == 2 * (384 * 256 + 8 * 256 + 256)
+        assert set(most) == {384 * 256}
+        engine.updater.close()
+
+
+def test_blocks_are_made_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(700, 300).bfloat16()
+    values, scales = quantize.quantize(tensor, BLOCK)
+    monkeypatch.setattr(quantize, "ELEMENTS_AT_ONCE", 300 * 300)
+    some, of = quantize.quantize(tensor, BLOCK)
+    assert torch.equal(some.view(torch.uint8), values.view(torch.uint8)) and torch.equal(of, scales)

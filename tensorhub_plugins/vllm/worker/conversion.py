@@ -317,7 +317,7 @@ def noise_like(given: Given, plan: Plan | None) -> Given:
             needed = (whole_region(shape),) if plan is None or not is_large else plan.needed.get(name, ())
             regions += [(name, dtype, region) for region in needed]
     noise = Noise((dtype, torch.Size(region.shape).numel()) for _, dtype, region in regions)
-    held = {name: held for name, held in given.held.items() if not given.shapes[name][0].is_floating_point}
+    held = {name: given.held[name] for name in given.held if not given.shapes[name][0].is_floating_point}
     for number, (name, dtype, region) in enumerate(regions):
         held[name] = (*held.get(name, ()), Held(region, noise.of(number, dtype, torch.Size(region.shape))))
     return Given(held, given.shapes, filler=ZERO)

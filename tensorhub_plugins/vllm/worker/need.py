@@ -14,12 +14,10 @@ from tensorhub_plugins.vllm.worker import online, quantize, weights
 MEND = 'use a larger tensor_parallel_size over more hosts, or install="direct"'
 
 
-def say(
-    client: Client, copies: int, model: torch.nn.Module, vllm_config: Any, shard_count: int, makes_blocks: bool
-) -> None:
-    """Log it, or raise UsageError if it does not fit. makes_blocks: floats are quantized by blocks (quantize.py)."""
+def say(client: Client, copies: int, model: torch.nn.Module, vllm_config: Any) -> None:
+    """Log it, or raise UsageError if it does not fit."""
     size_bytes = sum(tensor.nbytes for tensor in weights.tensors(model).values())
-    more = quantize.memory_bytes(model, shard_count) if makes_blocks else online.more_bytes(model)
+    more = quantize.memory_bytes(model) if quantize.block_of(vllm_config) else online.more_bytes(model)
     need = Need(size_bytes, copies, more, "while it quantizes a checkpoint of floats")
     client.budget.check(need, workers=workers_of_host(vllm_config), mend=MEND)
 

@@ -200,7 +200,7 @@ def regions_of(boxes: Iterable[Box], whole: Sequence[int]) -> tuple[Region, ...]
         before = len(found)
         for axis in reversed(range(len(whole))):
             found = _joined(found, axis)
-    return _apart(sorted(found)) if len(found) <= REGIONS_MAX else (reduce(Region.around, found),)
+    return apart(sorted(found)) if len(found) <= REGIONS_MAX else (reduce(Region.around, found),)
 
 
 def _joined(regions: Iterable[Region], axis: int) -> set[Region]:
@@ -216,7 +216,7 @@ def _joined(regions: Iterable[Region], axis: int) -> set[Region]:
     return {region for row in beside.values() for region in row}
 
 
-def _apart(regions: Sequence[Region]) -> tuple[Region, ...]:
+def apart(regions: Sequence[Region]) -> tuple[Region, ...]:
     """Return disjoint regions: one around those that have an element in common."""
     found: list[Region] = []
     for region in regions:
@@ -260,6 +260,27 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+class Lazy(Mapping[str, Sequence[Held]]):
+    """The regions of some tensors, made each time they are asked for: they may take memory as long as they are used."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], Sequence[Held]]) -> None:
+        self._names, self._make = dict.fromkeys(names), make
+
+    def __getitem__(self, name: str) -> Sequence[Held]:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
 class Given:
     """A checkpoint of which perhaps only regions are here, as whole tensors or by boxes.
 
@@ -301,11 +322,12 @@ class Given:
 
     def cut(self, needed: Mapping[str, Sequence[Region]], *, filler: int | None = None) -> Given:
         """Return only these regions of what is here."""
-        held = {}
-        for name, regions in needed.items():
-            shape = self.shapes[name][1]
-            held[name] = [Held(each, view_in(self.held[name], shape, each.box_in(shape))) for each in regions]
-        return Given(held, self.shapes, filler=filler)
+
+        def cut(name: str) -> list[Held]:
+            shape, held = self.shapes[name][1], self.held[name]
+            return [Held(each, view_in(held, shape, each.box_in(shape))) for each in needed[name]]
+
+        return Given(Lazy(needed, cut), self.shapes, filler=filler)
 
     def with_filler(self, filler: int) -> Given:
         """Return the same with a filler, which is read where nothing is here."""

@@ -3,24 +3,28 @@
 That is what verl does for its rollouts (`rollout.quantization=fp8`), by the formula of its Triton kernel and with the
 same names: of `X` come X in FP8 and `X_scale_inv` in float32, from where vLLM's own loaders and kernels go on
 (reload.py). Which tensors those are is asked of the loaders, too: all that they would put into FP8 parameters as they
-are (contract.py). The engine serves the result in its runtime layout, so that its peers do not quantize again.
+are (contract.py). Of what this worker needs of the FP8 follows what it needs of the floats: whole blocks. Each tensor
+is quantized when it is its turn, on the device, and takes no memory afterwards. The engine serves the result in its
+runtime layout, so that its peers do not quantize again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from tensorhub_plugins.core import VersionRefused
+from tensorhub_plugins.core import TensorTable, VersionRefused, copy_all
 from tensorhub_plugins.vllm.worker import contract
-from tensorhub_plugins.vllm.worker.plan import Given, Shapes
+from tensorhub_plugins.vllm.worker.plan import Given, Held, Lazy, Plan, Region, Shapes, apart, specs_of
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 SCALE = "_scale_inv"
 LARGEST_MIN = 1e-10  # verl's: the least that a block's largest element is taken to be
+
+ELEMENTS_AT_ONCE = 1 << 22  # there are three temporary copies of them in float32
 
 Block = tuple[int, int]  # rows and columns that have one scale
 
@@ -35,58 +39,119 @@ def block_of(vllm_config: Any) -> Block | None:
     return rows, columns
 
 
-def memory_bytes(model: torch.nn.Module, workers: int) -> int:
-    """Return the host memory that quantizing takes until a version is installed: each worker of an engine of so many
-    reads the whole checkpoint in floats, two bytes an element, and makes all of it in FP8."""
-    quantized = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == FP8)
-    return workers * quantized * (2 + FP8.itemsize)
+def memory_bytes(model: torch.nn.Module) -> int:
+    """Return by how many bytes a version of floats, two bytes an element, exceeds what this worker makes of it."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == FP8)
 
 
 class Quantizer:
-    """The quantizer of one model. `given` runs the model's loaders for a checkpoint of other shapes than the last: call
-    it where the model does not compute then."""
+    """The quantizer of one model, which may have nothing to quantize. `learn` runs the model's loaders for a checkpoint
+    of other shapes than the last: call it where the model does not compute then."""
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, block: Block) -> None:
-        self._model, self._vllm_config, self._block = model, vllm_config, block
-        self._shapes: Shapes | None = None  # the last checkpoint's
+    def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
+        self._model, self._vllm_config, block = model, vllm_config, block_of(vllm_config)
+        self._block, self._quantizes = block or (1, 1), block is not None
+        self._floats: Shapes | None = None  # the last checkpoint's
         self._names: frozenset[str] = frozenset()  # the tensors of it that are quantized
-        self._made: tuple[object, Given] | None = None
-
-    @property
-    def quantizes(self) -> bool:
-        """Return whether the last checkpoint consisted of floats."""
-        return bool(self._names)
 
     def knows(self, shapes: Shapes) -> bool:
-        """Return whether `given` would only compute."""
-        return self._shapes == shapes
+        """Return whether `learn` would learn nothing."""
+        return not self._quantizes or self._floats == shapes
 
-    def given(self, of: object, checkpoint: Given) -> Given:
-        """Return a whole checkpoint as the loaders want it; made once for each `of`. Raise VersionRefused if wrong."""
-        made = self._made
-        if made is not None and made[0] is of:
-            return made[1]
-        tensors = checkpoint.tensors
-        if not self.knows(checkpoint.shapes):
-            self._names = _without_scales(cast_to_fp8(self._model, self._vllm_config, tensors), tensors)
-            self._shapes = checkpoint.shapes
-        result = Given.of(self._quantized(tensors))
-        self._made = of, result
-        return result
+    def learn(self, shapes: Shapes) -> None:
+        """Find out what is quantized of a checkpoint of these shapes. Raise VersionRefused if it is wrong."""
+        if self.knows(shapes):
+            return
+        tensors = contract.without_memory(shapes)
+        names = _without_scales(cast_to_fp8(self._model, self._vllm_config, tensors), tensors)
+        self._names = frozenset(name for name in names if tensors[name].dim() == 2)
+        self._floats = shapes
 
-    def forget(self) -> None:
-        """Free the memory of the last result."""
-        self._made = None
+    def plan(self, floats: Shapes, rehearse: Callable[[Shapes], Plan | None]) -> Plan | None:
+        """Return the plan for what is made of a checkpoint of these shapes; None: none before it is here."""
+        try:
+            self.learn(floats)
+        except VersionRefused:
+            return None
+        return rehearse(self.shapes(floats))
 
-    def _quantized(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            if name in self._names and tensor.dim() == 2:
-                precise = tensor.to(self._vllm_config.model_config.dtype)
-                found[name], found[name + SCALE] = quantize(precise, self._block)
-            else:
-                found[name] = tensor
+    def shapes(self, floats: Shapes) -> Shapes:
+        """Return the shapes of what `given` makes of a checkpoint of these."""
+        shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        for name, (dtype, shape) in floats.items():
+            shapes[name] = (FP8 if name in self._names else dtype), shape
+            if name in self._names:
+                blocks = [-(-size // each) for size, each in zip(shape, self._block, strict=True)]
+                shapes[name + SCALE] = torch.float32, torch.Size(blocks)
+        return shapes
+
+    def wanted(self, plan: Plan) -> TensorTable:
+        """Return what is needed of a checkpoint of floats for a plan of what is made of it: whole blocks."""
+        floats = self._floats
+        if floats is None or not self._names:
+            return plan.wanted
+        needed: dict[str, list[Region]] = {}
+        for name, regions in plan.needed.items():
+            of = name.removesuffix(SCALE) if name not in floats else name
+            blocks = self._block if of != name else (1, 1)  # a scale is a block's
+            if of in self._names:
+                regions = tuple(self._blocks_around(region, blocks, floats[of][1]) for region in regions)
+            needed.setdefault(of, []).extend(regions)
+        specs = (specs_of(name, *floats[name], apart(sorted(regions))) for name, regions in needed.items())
+        return TensorTable.of(spec for each in specs for spec in each)
+
+    def _blocks_around(self, region: Region, unit: Block, whole: torch.Size) -> Region:
+        axes = list(zip(region.start, region.ends, unit, self._block, whole, strict=True))
+        start = [first * one // block * block for first, _, one, block, _ in axes]
+        ends = [min(-(-last * one // block) * block, size) for _, last, one, block, size in axes]
+        return Region(tuple(start), tuple(end - at for at, end in zip(start, ends, strict=True)))
+
+    def given(self, floats: Given) -> Given:
+        """Return a checkpoint as the loaders want it. Its shapes are known."""
+        return _Quantized(floats, self) if self._names else floats
+
+    def regions(self, name: str, floats: Given) -> list[Held]:
+        """Return what is made of a tensor of floats, or its scales."""
+        of = name if name in floats.held else name.removesuffix(SCALE)
+        if of not in self._names:
+            return list(floats.held[name])
+        found = []
+        for region, tensor in floats.held[of]:
+            values, scales = quantize(tensor, self._block, self._vllm_config.model_config.dtype, self._like)
+            if of != name:
+                start = [first // block for first, block in zip(region.start, self._block, strict=True)]
+                region, values = Region(tuple(start), tuple(scales.shape)), scales
+            found.append(Held(region, values))
         return found
+
+    def names(self, floats: Given) -> list[str]:
+        """Return the names of what is made of these floats."""
+        return [name for of in floats.held for name in ((of, of + SCALE) if of in self._names else (of,))]
+
+    def others(self, floats: Given) -> dict[str, torch.Tensor]:
+        """Return the tensors that stay as they are."""
+        return {name: tensor for name, tensor in floats.tensors.items() if name not in self._names}
+
+    @property
+    def _like(self) -> torch.Tensor:
+        return next(parameter for parameter in self._model.parameters() if not parameter.is_meta)
+
+
+class _Quantized(Given):
+    """What is made of a checkpoint of floats."""
+
+    def __init__(self, floats: Given, quantizer: Quantizer) -> None:
+        held = Lazy(quantizer.names(floats), lambda name: quantizer.regions(name, floats))
+        super().__init__(held, quantizer.shapes(floats.shapes))
+        self._floats, self._quantizer = floats, quantizer
+
+    @property
+    def is_whole(self) -> bool:
+        return self._floats.is_whole
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self._quantizer.others(self._floats)
 
 
 def cast_to_fp8(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
@@ -114,12 +179,27 @@ def _without_scales(names: frozenset[str], tensors: Mapping[str, torch.Tensor]) 
     return names
 
 
-def quantize(tensor: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    tensor: torch.Tensor, block: Block, dtype: torch.dtype | None = None, like: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a matrix in FP8, and the factor of each block in float32: one row of scales for every row of blocks, the
-    last of which may be smaller."""
-    (rows, columns), (high, wide) = tensor.shape, block
-    padded = torch.nn.functional.pad(tensor, (0, -columns % wide, 0, -rows % high)).float()
-    blocks = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
-    scales = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp_min_(LARGEST_MIN) / FP8_MAX
-    values = (blocks * scales.reciprocal()).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(padded.shape)
-    return values[:rows, :columns].contiguous(), scales[:, 0, :, 0].contiguous()
+    last of which may be smaller. dtype: what it is rounded to first; None: nothing. like: a tensor on the device where
+    it is made; None: the matrix."""
+    like, (rows, columns), (high, wide) = tensor if like is None else like, tensor.shape, block
+    values = like.new_empty((rows, columns), dtype=FP8)
+    scales = like.new_empty((-(-rows // high), -(-columns // wide)), dtype=torch.float32)
+    step = max(ELEMENTS_AT_ONCE // max(columns * high, 1), 1) * high
+    for start in range(0, rows, step):
+        some = tensor[start : start + step]
+        if some.device != like.device:
+            here = like.new_empty(some.shape, dtype=some.dtype)
+            copy_all([(here, some)])
+            some = here
+        some = some if dtype is None else some.to(dtype)
+        padded = torch.nn.functional.pad(some, (0, -columns % wide, 0, -len(some) % high)).float()
+        blocks = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
+        factors = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp_min_(LARGEST_MIN) / FP8_MAX
+        made = (blocks * factors.reciprocal()).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(padded.shape)
+        values[start : start + step] = made[: len(some), :columns]
+        scales[start // high : (start + step) // high] = factors[:, 0, :, 0]
+    return values, scales

@@ -39,7 +39,7 @@ from tensorhub_plugins.vllm.worker import digests, need, online, plan, update_st
 from tensorhub_plugins.vllm.worker.addresses import Addresses
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion, NotEnough, worth_it
-from tensorhub_plugins.vllm.worker.quantize import Quantizer, block_of
+from tensorhub_plugins.vllm.worker.quantize import Quantizer
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights, Event, Staged, UpdateState
 from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, Steps, anyone, first_says
 
@@ -63,8 +63,7 @@ class Updater:
         self._contract = Contract(model, vllm_config)
         self._steps = Steps(gather, together=online.shares_scales(vllm_config))
         self._conversion = Conversion(model, vllm_config, self._steps)
-        block = block_of(vllm_config)
-        self._quantizer = None if block is None else Quantizer(model, vllm_config, block)
+        self._quantizer = Quantizer(model, vllm_config)
         self._lock = threading.Lock()  # guards the state; held briefly
         self._state = UpdateState(serves_live=config.source == "live")
         self._fetching: Future[None] | None = None  # the last fetch
@@ -75,7 +74,7 @@ class Updater:
         self._plans_ahead = position.shard_count > 1  # else a worker needs everything
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
         try:
-            need.say(self._client, config.copies, model, vllm_config, position.shard_count, block is not None)
+            need.say(self._client, config.copies, model, vllm_config)
         except UsageError:
             self._client.close()
             raise
@@ -318,35 +317,38 @@ class Updater:
 
     def _check(self, fetched: Fetched) -> None:
         given = plan.given_by(fetched)
-        if self._quantizer is not None and fetched.wanted is None:
-            if not self._quantizer.knows(given.shapes):
-                return  # the loaders have to run, in vLLM's own thread
-            given = self._quantizer.given(fetched, given)
+        if not self._quantizer.knows(given.shapes):
+            return  # the loaders have to run, in vLLM's own thread
+        given = self._quantizer.given(given)
         self._contract.check(given.tensors, given.shapes)
 
     def _given(self, fetched: Fetched) -> plan.Given:
         """Return a fetched checkpoint as this model's loaders want it. In vLLM's own thread."""
         given = plan.given_by(fetched)
-        # A checkpoint read by a plan is quantized already: no plan covers FP8 weights that are made from floats.
-        if self._quantizer is None or fetched.wanted is not None:
-            return given
-        return self._quantizer.given(fetched, given)
+        self._quantizer.learn(given.shapes)
+        return self._quantizer.given(given)
 
     def _get_needed(self, version: int, deadline: Deadline) -> Staged | None:
         """Fetch only what this worker needs of a checkpoint; None: unknown, or this one is unlike the last.
 
         A runtime layout is always fetched whole.
         """
-        needed = None if self._quantizer and self._quantizer.quantizes else self._conversion.wanted()
+        needed = self._conversion.wanted()
         if needed is None:
             return self._get_first(version, deadline) if self._plans_ahead else None
         try:
-            staged = self._get(version, self._layouts, deadline, serve=self._relays, wanted=needed.wanted)
+            staged = self._get(
+                version, self._layouts, deadline, serve=self._relays, wanted=self._quantizer.wanted(needed)
+            )
         except UsageError as error:
             logger.info("%s: version %d is read whole: %s", self._name, version, error)
             return None
         fetched = staged.fetched
-        if fetched is None or fetched.wanted is None or self._conversion.fits(plan.given_by(fetched).shapes):
+        if (
+            fetched is None
+            or fetched.wanted is None
+            or self._conversion.fits(self._quantizer.shapes(plan.given_by(fetched).shapes))
+        ):
             return staged
         logger.info("%s: version %d is read whole, because its tensors are not those before", self._name, version)
         self._drop(staged)
@@ -363,7 +365,7 @@ class Updater:
         found.release()
         try:
             needed = worth_it(self._plan_ahead(plan.given_by(found).shapes, deadline))
-            wanted = None if needed is None else needed.for_trial().wanted
+            wanted = None if needed is None else self._quantizer.wanted(needed.for_trial())
             staged = self._get(version, (CHECKPOINT,), deadline, serve=self._relays, wanted=wanted)
         except BaseException:
             if found.converts is not None:
@@ -377,7 +379,7 @@ class Updater:
         """Return what of a checkpoint of these shapes is needed. The loaders run over the live model's modules: in
         vLLM's own thread, between two steps, during the next `poll`."""
         planned: Future[plan.Plan | None] = Future()
-        self._asked.put((planned, lambda: self._contract.rehearse_shapes(shapes)))
+        self._asked.put((planned, lambda: self._quantizer.plan(shapes, self._contract.rehearse_shapes)))
         try:
             return planned.result(timeout=min(deadline.remaining(), PLAN_AHEAD_S))
         except FutureTimeout:
@@ -406,8 +408,6 @@ class Updater:
     def _drop(self, staged: Staged) -> None:
         """Free bytes that will not be installed, or are not needed any more."""
         fetched = staged.fetched
-        if self._quantizer is not None:
-            self._quantizer.forget()
         try:
             if fetched is None:
                 if staged.report is not None:  # read in place, and perhaps offered
@@ -588,8 +588,6 @@ class Updater:
     def _drop_source(self, staged: Staged) -> None:
         """Free what was fetched; what we serve of it stays for as long as needed."""
         fetched, layout = staged.fetched, self.position.layout
-        if self._quantizer is not None:
-            self._quantizer.forget()
         if fetched is None:
             return
         if fetched.converts is not None and self._state.served != staged.version:
