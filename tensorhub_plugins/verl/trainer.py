@@ -32,6 +32,7 @@ from tensorhub_plugins.core import (
     run_log,
     version_of,
 )
+from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.verl import checks, config, hub, loading, null_worker, parts, steps
 from tensorhub_plugins.verl.versions import version_of_step
 from tensorhub_plugins.vllm.ray.config import connect
@@ -150,7 +151,13 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         if self._received is not None and version == self._received.version:
             return self._received.tensors()
         started = time.monotonic()
-        fetched = client.fetch(version, (CHECKPOINT,), timeout_s=timeout_s, serve=True)
+        if self._received is None:
+            tables = client.fetch(version, (CHECKPOINT,), timeout_s=timeout_s, wanted=())
+            size_bytes = sum(manifest.size_bytes for manifest in tables.manifests.values())
+            tables.release()
+            # Two copies on this host: all but one of its workers borrow.
+            client.budget.check(Need(size_bytes, 2), mend="use pull mode, in which a worker reads its own slice")
+        fetched = client.fetch(version, (CHECKPOINT,), timeout_s=timeout_s, serve=True, borrow=True)
         run_log.record_fetch(fetched.report, worker=self._worker, seconds=time.monotonic() - started)
         if self._received is not None:
             client.unpublish(self._received.version, CHECKPOINT, timeout_s=timeout_s)

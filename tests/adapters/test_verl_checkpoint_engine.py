@@ -72,6 +72,35 @@ def test_verls_engine_from_trainer_to_rollouts(address, monkeypatch):
         made._client.close()
 
 
+def test_workers_of_a_host_have_one_copy_and_say_what_it_takes(address, monkeypatch, caplog):
+    """N7: eight of them took eight copies, without a word. The control: the first has memory of its own."""
+    import asyncio
+
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
+
+    names = iter(f"rollout_standalone_{k}CheckpointEngineWorker_0:0" for k in range(3))
+    monkeypatch.setattr(checkpoint_engine, "_actor_name", lambda: next(names))
+    engine = checkpoint_engine.TensorHubCheckpointEngine
+    trainer = engine(1 << 20, is_master=True, hub=address, run="r", location={"rack": "far"})
+    rollouts = [engine(1 << 20, hub=address, run="r") for _ in range(3)]
+    for each in (trainer, *rollouts):
+        each.init_process_group(address)
+
+    async def receive(rollout, step):
+        return {name: tensor.clone() async for name, tensor in rollout.receive_weights(global_steps=step)}
+
+    with caplog.at_level("INFO"):
+        for step in range(3):
+            asyncio.run(trainer.send_weights(iter(weights(step).items()), global_steps=step))
+            for rollout in rollouts:
+                assert_equal(asyncio.run(receive(rollout, step)), weights(step))
+            kinds = [slab.kind for rollout in rollouts for slab in rollout._received.slabs.values()]
+            assert kinds == ["allocated", "borrowed", "borrowed"]
+    assert all(f"{rollout._worker} takes up to" in caplog.text for rollout in rollouts)
+    for made in (trainer, *rollouts):
+        made._client.close()
+
+
 def test_the_bytes_of_all_ranks_are_counted_once(address):
     """verl keeps one rank's metrics of every name."""
     import asyncio

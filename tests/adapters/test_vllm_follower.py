@@ -318,3 +318,20 @@ def test_an_installation_under_way_leaves_the_engine_as_whole_as_it_was():
     asyncio.run(story())
     assert seen == [True, True, False, False]  # two workers each; the second time it was broken before
     assert follower.is_whole and follower.last_update.sources == {"trainer/0": 10}
+
+
+def test_a_long_fetch_is_asked_about_less_and_less():
+    """N16: each poll is a step in which all workers of the engine wait for each other."""
+
+    class Slow(Engine):
+        def _poll(self, worker):
+            return {"state": "fetching" if sum(slept) < 30 else "ready", "error": None, "error_kind": None}
+
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    follower = Follower(Slow(), None, worker="rollout-0/0", timeout_s=60, sleep=sleep)
+    asyncio.run(follower.fetch(1))
+    assert slept[0] < 0.03 and max(slept) == slept[-1] == 0.2 and len(slept) < 200

@@ -16,7 +16,7 @@ CEILINGS = {
     "core/deltas": 660,
     "core/hub": 5_350,
     "core/kernels": 560,
-    "core/memory": 3_640,
+    "core/memory": 3_660,
     "core/operations": 900,
     "core/protocol": 1_140,
     "core/security": 720,

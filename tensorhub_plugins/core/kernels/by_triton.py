@@ -61,7 +61,7 @@ def _lanes(addresses, table, out, count, blocks, AT_ONCE: tl.constexpr):  # type
     sums = tl.load(table + segment[:, None] * 0 + lane[None, :]).to(tl.uint64)
     words = tl.load(addresses + segment, mask=lives, other=0).to(tl.pointer_type(tl.int64))[:, None, None]
     mask = lives[:, None, None]
-    for block in range(blocks):
+    for block in tl.range(0, blocks, num_stages=4):  # or each round would wait for memory
         at = words + block * 128 + stripe[None, :, None] * 8
         word = tl.load(at + lane[None, None, :], mask=mask, other=0).to(tl.uint64)
         beside = tl.load(at + (lane ^ 1)[None, None, :], mask=mask, other=0).to(tl.uint64)
@@ -138,7 +138,7 @@ def _mix(sums, table, out, count, blocks, AT_ONCE: tl.constexpr):  # type: ignor
     mixing = tl.load(table + 8 + lane).to(tl.uint64)[None, :]
     lanes = tl.load(table + segment[:, None] * 0 + lane[None, :]).to(tl.uint64)
     at = sums + segment.to(tl.int64)[:, None] * blocks * 8 + lane[None, :]
-    for block in range(blocks - 1):
+    for block in tl.range(0, blocks - 1, num_stages=4):
         lanes += tl.load(at + block * 8, mask=lives, other=0).to(tl.uint64)
         lanes = ((lanes ^ (lanes >> 47)) ^ mixing) * prime
     tl.store(out + segment[:, None] * 8 + lane[None, :], lanes.to(tl.int64), mask=lives)

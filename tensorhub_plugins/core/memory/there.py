@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, digest_of
-from tensorhub_plugins.core.drivers import Driver, Stream
+from tensorhub_plugins.core.digests import digest_of
+from tensorhub_plugins.core.drivers import Driver, Event, Stream
 from tensorhub_plugins.core.kernels.moving import move
 from tensorhub_plugins.core.kernels.xxh3 import (
     LANES_SIZE_BYTES,
@@ -54,19 +55,26 @@ def digests_there(
         return None
     whole = size_bytes // segment_size_bytes * segment_size_bytes
     segments = (cut(start, start + segment_size_bytes) for start in range(0, whole, segment_size_bytes))
-    joined = b""
+    joined, start = b"", 0
+    coming: list[_Coming] = []  # the next group is queued before the last one is finished: that takes as long
     try:
         for group in _groups(segments):
-            start = len(joined) // DIGEST_SIZE_BYTES * segment_size_bytes
-            joined += _digests_of(device, group, segment_size_bytes, start, lanes)
+            coming.append(_queue(device, group, segment_size_bytes, start, lanes))
+            start += len(group) * segment_size_bytes
+            if len(coming) > 1:
+                joined += _finish(device, coming.pop(0))
         last = cut(whole, size_bytes)
-        if not last:
-            return joined
         if size_bytes - whole >= LONG_FROM_BYTES:
-            return joined + _digests_of(device, [last], size_bytes - whole, whole, lanes)
+            coming.append(_queue(device, [last], size_bytes - whole, whole, lanes))
+            last = []
     except torch.OutOfMemoryError:
         logger.debug("%s has no room for digests", device.name)
         return None
+    finally:
+        found = [_finish(device, each) for each in coming]  # in any case: the host's memory must not be reused before
+    joined += b"".join(found)
+    if not last:
+        return joined
     host = device.buffer(size_bytes - whole)
     device.down(last, host)
     return joined + digest_of([memory_of(host)])
@@ -89,8 +97,17 @@ def _groups(
         yield group
 
 
-def _digests_of(device: Device, segments: list[Segment], size_bytes: int, start: int, lanes_by: Lanes) -> bytes:
-    """Return the digests of segments of this size, the first of which begins at `start`."""
+class _Coming(NamedTuple):
+    """The lanes and the tails of so many segments of this size, on their way to the host."""
+
+    event: Event
+    host: torch.Tensor
+    segments: int
+    size_bytes: int
+
+
+def _queue(device: Device, segments: list[Segment], size_bytes: int, start: int, lanes_by: Lanes) -> _Coming:
+    """Queue what the digests of segments of this size are made of, the first of which begins at `start`."""
     _, tail = tail_start(size_bytes)
     lanes_size_bytes = len(segments) * LANES_SIZE_BYTES
     with device.calling() as driver:
@@ -108,10 +125,14 @@ def _digests_of(device: Device, segments: list[Segment], size_bytes: int, start:
         lanes_by(driver, stream, start, flats, found[:lanes_size_bytes])
         launch(move, [flat[tail:] for flat in flats], [found[lanes_size_bytes:]])
         driver.copy(found, host, stream)
-        driver.wait(driver.record(stream))
-    lanes, tails = np.split(host.numpy(), [lanes_size_bytes])
-    shape = len(segments), -1
-    return finish(lanes.view(np.uint64).reshape(shape), tails.reshape(shape), size_bytes)
+        return _Coming(driver.record(stream), host, len(segments), size_bytes)
+
+
+def _finish(device: Device, coming: _Coming) -> bytes:
+    device.wait(coming.event)
+    lanes, tails = np.split(coming.host.numpy(), [coming.segments * LANES_SIZE_BYTES])
+    shape = coming.segments, -1
+    return finish(lanes.view(np.uint64).reshape(shape), tails.reshape(shape), coming.size_bytes)
 
 
 def _is_at_hand(segment: Segment) -> bool:

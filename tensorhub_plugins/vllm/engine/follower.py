@@ -48,7 +48,8 @@ from tensorhub_plugins.core.log import get_logger
 logger = get_logger(__name__)
 
 HUB_TIMEOUT_S = 30.0  # one question to the hub; then it is asked again
-POLL_INTERVAL_S = 0.02  # of the workers' fetch: it runs beside generation
+POLL_INTERVAL_S = 0.02  # of the workers' fetch, at first: each poll is a step in which all workers wait for each other
+POLL_INTERVAL_MAX_S = 0.2
 POLL_GRACE_S = 5.0  # the workers keep the deadline themselves, and say what failed
 RETRY_DELAY_S = 1.0  # after a failed update
 RETRY_DELAY_MAX_S = 30.0
@@ -305,14 +306,16 @@ class Follower:
 
     async def fetch(self, version: int) -> None:
         """Have every worker get its bytes, verified, beside generation."""
-        deadline = time.monotonic() + self.timeout_s + POLL_GRACE_S
+        interval_s, deadline = POLL_INTERVAL_S, time.monotonic() + self.timeout_s + POLL_GRACE_S
         await self.engine.rpc("tensorhub_start_fetch", version, self.timeout_s)
         while True:
             workers = await self.engine.rpc("tensorhub_poll")
             if all(worker["state"] == "ready" for worker in workers):
                 return
             if any(worker["state"] == "fetching" for worker in workers) and time.monotonic() < deadline:
-                await self.sleep(POLL_INTERVAL_S)
+                await self.sleep(
+                    interval_s := min(1.1 * interval_s, POLL_INTERVAL_MAX_S)
+                )  # a tenth of what it has taken
                 continue
             raise await self._not_fetched(version, workers)
 

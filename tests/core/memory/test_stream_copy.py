@@ -9,11 +9,13 @@ import torch
 from simulated import Simulated, Simulation
 
 from tensorhub_plugins.core import Slab, contiguous_spec
+from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.kernels.casting import cast_at
 from tensorhub_plugins.core.manifest import TensorTable
 from tensorhub_plugins.core.memory import stream_copy
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.stream_copy import StreamCopy
+from tensorhub_plugins.core.memory.there import digests_there
 
 ROOM_SIZE_BYTES = 1 << 30
 
@@ -165,3 +167,26 @@ def test_known_digests_are_good_until_the_next_write() -> None:
             assert slab.manifest(512).digests != bytes(16) != slab.manifest(algorithm="blake3").digests
             change()
             assert slab.manifest().digests != bytes(16)
+
+
+def test_a_group_of_segments_is_queued_before_the_last_one_is_finished() -> None:
+    """N13: to finish one takes as long as the device takes for the next. The control is each digest."""
+    size = 512
+    content = torch.randint(0, 256, (2_500 * size + 300,), dtype=torch.uint8)
+    with Simulation(4) as simulation:
+        live = simulation.put(content, "w")
+        driver, order = simulation.devices[0]._driver, []
+        launch, wait = driver.launch, driver.wait
+        driver.launch = lambda what, *of, **how: (order.append(what.__name__), launch(what, *of, **how))
+        driver.wait = lambda event: (order.append("wait"), wait(event))
+        joined = digests_there(simulation.devices[0], lambda start, stop: [live[start:stop]], len(content), size)
+        simulation.check()
+    assert [each for each in order if each != "move"] == [
+        "lanes_of",
+        "lanes_of",
+        "wait",
+        *["lanes_of", "wait"] * 2,
+        *["wait"] * 1,
+    ]
+    pieces = torch.split(content, size)
+    assert joined == b"".join(digest_of([memoryview(piece.numpy())]) for piece in pieces)
