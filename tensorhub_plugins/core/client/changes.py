@@ -46,8 +46,6 @@ class Changes:
         self._lock = threading.Lock()
         self._offers = offers
         self._ahead = 0  # for so many more versions deltas are made before a reader asks
-        if self.is_on:
-            native.begin()
 
     def sender(self, offer: Offer) -> Sender | None:
         """Return what answers readers of this offer with deltas; None: there are none."""
@@ -77,6 +75,7 @@ class Changes:
 
     def pace(self, peer: str) -> Pace:
         """Return how fast this peer was read so far, of those that were read last."""
+        native.begin()
         with self._lock:
             found = self._paces.setdefault(peer, Pace())
             self._paces.move_to_end(peer)
@@ -86,6 +85,7 @@ class Changes:
 
     def wanted(self) -> None:
         """Note that there are readers which could take deltas."""
+        native.begin()
         self._ahead = AHEAD_FOR
 
     def make_ahead(self, version: int, layout: str, is_over: Callable[[], bool] = lambda: False) -> int:

@@ -6,6 +6,7 @@ folder of this process alone. Until that is done, and where there is no compiler
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import shutil
@@ -58,9 +59,10 @@ def kernel() -> Kernel:
 
 
 def begin() -> None:
-    """Begin to compile the native kernel, in the background; once in a process."""
+    """Begin to compile the native kernel, in the background; once in a process, when deltas are first in sight."""
     if _begun.acquire(blocking=False):
-        threading.Thread(target=_compile_quietly, name="tensorhub-compile", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # the system has no thread left
+            threading.Thread(target=_compile_quietly, name="tensorhub-compile", daemon=True).start()
 
 
 def compiled(compilers: Sequence[str] = COMPILERS) -> Kernel:
