@@ -173,7 +173,11 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         """Return metrics for the trainer's log. published: its newest version."""
         self._start()
         self._published = max(self._published, published)
-        return figures.of_members(self.members, TRAINER, published=published, now=time.monotonic())
+        return self._figures(published)
+
+    def _figures(self, published: int | None = None) -> dict[str, float]:
+        newest = self._published if published is None else published
+        return figures.of_members(self.members, TRAINER, published=newest, now=time.monotonic())
 
     # The rest of verl's protocol, on the actor's one thread.
 
@@ -207,7 +211,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         """Start the tasks: the constructor runs before the actor's event loop does."""
         if self._silence is None:
             self._silence = asyncio.create_task(self._find_silent())
-            self._reports = asyncio.create_task(Reporter(self).run())
+            self._reports = asyncio.create_task(Reporter(self, figures=self._figures).run())
             for server_id, handle in self._given.items():
                 self._know(self.members.add(server_id, time.monotonic(), handle))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import ray
@@ -16,6 +16,7 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.ray import fleet
 from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
+from tensorhub_plugins.vllm.ray.gauges import Gauges
 from tensorhub_plugins.vllm.ray.handles import opened, sealed
 
 logger = get_logger(__name__)
@@ -37,10 +38,16 @@ class Dispatcher(Protocol):
 
 
 class Reporter:
-    """before: called before each report."""
+    """before: called before each report. figures: of the replicas now, for Ray's metrics."""
 
-    def __init__(self, dispatcher: Dispatcher, before: Callable[[], None] = lambda: None) -> None:
-        self.dispatcher, self._before = dispatcher, before
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        before: Callable[[], None] = lambda: None,
+        figures: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self.dispatcher, self._before, self._figures = dispatcher, before, figures
+        self._gauges = Gauges()
         self._said = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self.run()), name="tensorhub-fleet", daemon=True)
@@ -71,6 +78,7 @@ class Reporter:
         if not ray.is_initialized():
             return
         self._before()
+        self._gauges.set(self._figures())
         now = self.dispatcher.seen()
         # Also when all have left: others may come.
         actor = fleet.of_this_job() if now.seen or not now.unnamed else None
