@@ -89,7 +89,19 @@ OPTIONS = (
         (("core/options.py", "StoreOptions"), ("vllm/config.py", "WorkerConfig"), ("vllm/config.py", "StartConfig")),
     ),
 )
-COMMANDS = ("server", "keygen", "status", "pin", "unpin", "withdraw", "doctor check-sync", "fleet add", "fleet drain")
+COMMANDS = (
+    "server",
+    "keygen",
+    "status",
+    "top",
+    "pin",
+    "unpin",
+    "withdraw",
+    "doctor machine",
+    "doctor check-sync",
+    "fleet add",
+    "fleet drain",
+)
 LINK = re.compile(r"(?<=\])\(([^()\s]+)\)")
 
 
