@@ -55,7 +55,7 @@ quick:
 
 test: lint ## lint, the quick tests, of those that start vLLM, verl, Ray and virtual machines one of each kind; stops at the first failure
 	@$(IN_ENV); export OMP_NUM_THREADS=1
-	python -m pytest -x -q -n 4 --dist worksteal -m "not heavy"
+	python -m pytest -x -q -n 5 --dist worksteal -m "not heavy"
 	python -m pytest -x -v -m smoke
 	python -m recipes.rdma_vm smoke || [ $$? = 77 ]
 

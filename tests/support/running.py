@@ -13,7 +13,7 @@ import pytest
 
 QUICK_S = 3.0
 FAR_TOO_LONG = 10  # times that
-BUSY = 3.0  # processes that would run, for each core: the suite's own four workers are fewer
+BUSY = 3.0  # processes that would run, for each core: the suite's own five workers are fewer
 
 
 class Budget:
