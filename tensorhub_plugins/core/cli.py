@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TextIO, get_args
 
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.deadline import Deadline
@@ -41,6 +42,7 @@ from tensorhub_plugins.core.types import Location, Role, check_name, parse_versi
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
 OPEN, LOOPBACK = "tcp://0.0.0.0:7070", "tcp://127.0.0.1:7070"
 ALIVE_CHECK_S = 1.0
+PIECE = select.PIPE_BUF // 10  # characters, escaped of ten bytes at most: so many fit into a pipe that is ready
 UNKNOWN = 2  # the exit status of `status` where no hub answers; argparse ends so, too
 # `tensorhub doctor NAME ARGUMENTS...`: the module whose `main` takes the arguments.
 DOCTORS = {"verl": "tensorhub_plugins.verl.doctor", "openrlhf": "tensorhub_plugins.openrlhf.doctor"}
@@ -72,8 +74,38 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _say(text: str) -> None:
     """Print this on stderr, and ignore that it is closed."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # else `print` would take stdout
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
+class _Log(logging.StreamHandler[TextIO]):
+    """Writes lines without waiting for their reader: one that has stopped reading a pipe would stop the hub."""
+
+    left_out = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write it in pieces that a ready pipe takes whole, or leave it out."""
+        left_out, self.left_out = self.left_out, 0
+        before = f"({left_out} lines are left out: nobody was reading)\n" if left_out else ""
+        text = f"{before}{self.format(record)}\n"
+        try:
+            for start in range(0, len(text), PIECE):
+                if not self._is_ready():
+                    self.left_out = left_out + 1
+                    return
+                self.stream.write(text[start : start + PIECE])
+                self.flush()
+        except Exception:
+            self.handleError(record)
+
+    def _is_ready(self) -> bool:
+        ready = select.poll()
+        try:
+            ready.register(self.stream.fileno(), select.POLLOUT)
+        except (OSError, ValueError):  # no file
+            return True
+        return bool(ready.poll(0))
 
 
 def _discard_output() -> None:
@@ -191,7 +223,7 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     sync = checks.add_parser("check-sync", help="do weights through the store equal weights from disk? (vLLM)")
     sync.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model with *.safetensors")
     sync.add_argument("--tp", type=int, default=1, metavar="N", help="workers of an engine; two engines are started")
-    sync.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
+    sync.add_argument("--engine", type=_settings, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     here = checks.add_parser("machine", help="what this host has and lacks: a line each, ok or one thing to do (DO)")
     _add_hub(here, timeout_s=10.0)
     here.add_argument("--with", dest="peer", metavar="HOST[:PORT]", help="is this host reached from there?")
@@ -221,6 +253,13 @@ def _add_status(commands: Any) -> None:
         command.add_argument("--late", type=_seconds, default=problems.LATE_S, metavar="S", help=words)
     status.add_argument("--format", choices=("text", "json"), default="text", help="(default: %(default)s)")
     status.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
+
+
+def _settings(text: str) -> dict[str, Any]:
+    settings = json.loads(text)
+    if not isinstance(settings, dict):
+        raise argparse.ArgumentTypeError(f'{text}: give an object, like {{"dtype": "float32"}}')
+    return settings
 
 
 def _seconds(text: str) -> float:
@@ -308,7 +347,7 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
     logging.basicConfig(
         level=logging.DEBUG if options.verbose else logging.INFO,
         format="%(asctime)s %(name)s %(levelname)s %(message)s",
-        stream=sys.stderr,
+        handlers=[_Log(sys.stderr)],
     )
     keys = _keys(options)
     if keys is None:

@@ -118,9 +118,13 @@ def machine() -> str:
 
 @cache
 def _here() -> str:
-    """Return an id of this boot of this machine, and of this PID namespace; "": unknown."""
+    """Return an id of this boot of this machine, and of this process's namespaces of PIDs and of clocks, by which
+    processes and their starts are numbered; "": unknown."""
+    clocks = ""
     with suppress(OSError):
-        return f"{machine()} {os.readlink('/proc/self/ns/pid')}" if machine() else ""
+        clocks = os.readlink("/proc/self/ns/time")  # not before Linux 5.6
+    with suppress(OSError):
+        return f"{machine()} {os.readlink('/proc/self/ns/pid')} {clocks}" if machine() else ""
     return ""
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from tensorhub_plugins.core import Client, start_server
+from tensorhub_plugins.core import Client, Keys, start_server
 from tensorhub_plugins.core.cli import fetch_status, main
 
 COMMAND = [sys.executable, "-m", "tensorhub_plugins.core.cli"]
@@ -98,6 +100,76 @@ def test_a_hub_serves_though_nobody_can_read_where(tmp_path, full):
             process.wait()
     assert "Traceback" not in (text := (tmp_path / "out").read_text())
     assert full != "stdout" or "cannot write where the hub listens" in text
+
+
+def test_a_hub_serves_though_nobody_reads_its_log_any_more():
+    """A launcher that keeps the pipe and never reads it. What did not fit is counted when somebody reads again."""
+    read, write = os.pipe()
+    environment = {**os.environ, "TENSORHUB_SECRET": "s" * 40}
+    command = [*COMMAND, "server", "--address", "tcp://127.0.0.1:0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write, text=True, env=environment)
+    try:
+        where = process.stdout.readline().split()[-1]
+        full = os.open(f"/proc/self/fd/{write}", os.O_WRONLY | os.O_NONBLOCK)  # not the server's own description
+        with pytest.raises(BlockingIOError):
+            while True:
+                os.write(full, b"." * 4096)
+        keys = Keys.parse(environment["TENSORHUB_SECRET"])
+        assert fetch_status(where, timeout_s=SOON_S, keys=keys)["models"] == []
+        for number in range(3):  # each is logged
+            Client(where, run="r", model="m", replica=f"a{number}", transports=("tcp",), keys=keys).close()
+        os.close(full)
+        os.close(write)
+        text, end = "", time.monotonic() + SOON_S
+        while "lines are left out: nobody was reading" not in text:
+            text += os.read(read, 65536).decode()
+            Client(where, run="r", model="m", replica="b", transports=("tcp",), keys=keys).close()
+            assert time.monotonic() < end
+        process.terminate()
+        while os.read(read, 65536):
+            pass
+        assert process.wait(SOON_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(read)
+
+
+def test_an_error_is_no_output_where_stderr_is_closed():
+    arguments = ("status", "--json", "--hub", "tcp://127.0.0.1:1", "--timeout", "1")
+    command = [*COMMAND, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, preexec_fn=lambda: os.close(2), timeout=SOON_S, check=False)
+    assert (done.returncode != 0, done.stdout) == (True, b"")
+
+
+def test_a_secret_that_could_not_be_written_leaves_no_file(tmp_path):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8))
+
+    done = run("keygen", str(tmp_path / "key"), preexec_fn=limit)
+    assert (done.returncode, done.stderr) == (1, f"tensorhub: {tmp_path}/key cannot be written: File too large\n")
+    assert not list(tmp_path.iterdir())
+    assert run("keygen", str(tmp_path / "key"), stdout=subprocess.DEVNULL).returncode == 0  # the control
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("server", "--metrics-host", "\udcff", "--metrics-port", "0", "--address", "tcp://127.0.0.1:0"), "served at"),
+        (("server", "--interface", "\udcff"), "no network interface of that name"),
+        (("status", "--hub", "tcp://\udcff:1"), "is no hub address"),
+        (("pin", "\udcff", "--model", "m", "--hub", "tcp://127.0.0.1:1"), "give a step"),
+        (("keygen", "/no-such-folder/\udcff"), "cannot be written"),
+        (("doctor", "check-sync", "--model", "\udcff", "--engine", "[1]"), "give an object"),
+    ],
+)
+def test_words_that_are_no_text_and_no_settings_are_refused(arguments, says, capsys):
+    """Bytes of another encoding arrive as surrogates."""
+    try:
+        ended = main(list(arguments))
+    except SystemExit as usage:
+        ended = usage.code
+    assert ended in (1, 2) and says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])

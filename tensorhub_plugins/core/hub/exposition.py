@@ -51,7 +51,7 @@ def served(server: Server, host: str, port: int) -> Iterator[str]:
     ProcessCollector(registry=registry)
     try:
         http, thread = start_http_server(port, addr=host, registry=registry)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:  # ValueError: what is no name
         raise UsageError(f"metrics cannot be served at {host}:{port}: {error}; choose --metrics-port") from error
     try:
         name = f"[{host}]" if ":" in host else host

@@ -59,8 +59,12 @@ def write(path: Path, keys: Keys) -> None:
         raise UsageError(f"{path} is there already, and a running hub may use it: name another file") from error
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
-    with open(fd, "w") as file:
-        file.write(keys.text() + "\n")
+    try:
+        with open(fd, "w") as file:
+            file.write(keys.text() + "\n")
+    except OSError as error:
+        path.unlink(missing_ok=True)  # a part of it is no secret
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _parsed(text: str, where: str) -> Keys:
