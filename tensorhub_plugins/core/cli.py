@@ -32,7 +32,7 @@ from tensorhub_plugins.core.hub.server import Server
 from tensorhub_plugins.core.operations import machine, problems, top
 from tensorhub_plugins.core.operations.status import directive_text, fetch_status, status_text
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import new_session, parse_address
+from tensorhub_plugins.core.protocol.address import new_session, of_all_interfaces, parse_address
 from tensorhub_plugins.core.protocol.advertised import addresses_of
 from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security import secret
@@ -40,7 +40,7 @@ from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import Location, Role, check_name, parse_version
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
-OPEN, LOOPBACK = "tcp://0.0.0.0:7070", "tcp://127.0.0.1:7070"
+PORT, LOOPBACK = 7070, "tcp://127.0.0.1:7070"
 ALIVE_CHECK_S = 1.0
 PIECE = select.PIPE_BUF // 10  # characters, escaped of ten bytes at most: so many fit into a pipe that is ready
 UNKNOWN = 2  # the exit status of `status` where no hub answers; argparse ends so, too
@@ -128,7 +128,8 @@ def _main(arguments: list[str]) -> int:
     server = commands.add_parser("server", help="start a hub (metadata only: it never sees a weight)")
     where = server.add_mutually_exclusive_group()
     where.add_argument(
-        "--address", help=f"where to listen; port 0 takes a free one (default: {OPEN}; without a secret {LOOPBACK})"
+        "--address",
+        help=f"where to listen; port 0 takes a free one (default: {PORT} everywhere; without a secret {LOOPBACK})",
     )
     where.add_argument("--interface", metavar="NAME", help="listen on this network interface only, port 7070")
     server.add_argument(
@@ -353,11 +354,9 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
     if keys is None:
         whom = "all who reach it" if options.insecure else "this host only: `tensorhub keygen` makes a secret"
         _say(f"tensorhub: no secret, so this hub is for {whom}")
-    address = options.address or (OPEN if keys is not None or options.insecure else LOOPBACK)
+    address = options.address or (of_all_interfaces(PORT) if keys is not None or options.insecure else LOOPBACK)
     if options.interface:
-        address = format_address(
-            "tcp", addresses_of(options.interface, "--interface")[0], parse_address(OPEN, "tcp")[1]
-        )
+        address = format_address("tcp", addresses_of(options.interface, "--interface")[0], PORT)
     stop = threading.Event()
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: stop.set()) for number in signals]

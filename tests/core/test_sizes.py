@@ -11,14 +11,14 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 3_420,
+    "core": 3_470,
     "core/client": 5_160,
     "core/deltas": 660,
     "core/hub": 5_350,
     "core/kernels": 560,
     "core/memory": 3_660,
     "core/operations": 900,
-    "core/protocol": 1_140,
+    "core/protocol": 1_160,
     "core/security": 720,
     "core/transfer": 1_900,
     "core/transports": 7_320,

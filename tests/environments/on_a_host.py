@@ -54,6 +54,12 @@ class Host:
         self._kept.append(start_server(address, limits=HubLimits(grace_s=0.0), insecure=True))
         return str(self._kept[-1].address)
 
+    def everywhere(self, port: int) -> str:
+        """Where `tensorhub server` listens on its own."""
+        from tensorhub_plugins.core.protocol.address import of_all_interfaces
+
+        return of_all_interfaces(port)
+
     def forward(self, near: list[Any], far: list[Any]) -> str:
         forward(tuple(near), tuple(far))  # type: ignore[arg-type]
         return ""

@@ -302,6 +302,23 @@ def test_a_hub_of_both_families_has_its_workers_tell_both(trainer: Process, roll
     assert (f"at {told.replace(',', ', ')}: set TENSORHUB_ADVERTISE" in said) == (len(blocked) == 2)
 
 
+def test_without_a_way_out_by_ipv4_a_hub_of_all_interfaces_is_one_of_both_families(trainer: Process) -> None:
+    """On a host that has IPv6 alone nobody would reach it otherwise."""
+    address = trainer.everywhere(port=7090)
+    assert address == "tcp://[::]:7090"
+    trainer.hub(address=address)
+    beside = Process("beside")
+    try:
+        for run, at in (("of four", "tcp://10.77.0.1:7090"), ("of six", "tcp://[fd77::1]:7090")):
+            trainer.publish(hub=at, run=run)
+            assert beside.fetch(hub=at, run=run) == ""
+        ip("-n", f"{NAME}inside", "route", "add", "default", "via", "10.77.0.2")
+        assert trainer.everywhere(port=7090) == "tcp://0.0.0.0:7090"  # the control
+    finally:
+        subprocess.run(["ip", "-n", f"{NAME}inside", "route", "del", "default"], capture_output=True, check=False)
+        beside.close()
+
+
 def test_behind_address_translation(trainer: Process) -> None:
     """As with `docker run -p 7070:7070 -p 7110:7110 -e TENSORHUB_ADVERTISE=the-host -e TENSORHUB_PORTS=7110-7110`."""
     hub = "tcp://10.79.0.1:7070"

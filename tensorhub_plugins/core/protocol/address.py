@@ -208,6 +208,18 @@ def _own_address(towards: str, port: int) -> str:
         return socket.getnameinfo(probe.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
 
 
+def of_all_interfaces(port: int) -> str:
+    """Return the address by which a hub listens on all interfaces: for both families where this host has no way out by
+    IPv4."""
+    host = "0.0.0.0"
+    try:
+        _own_address(ELSEWHERE, port)
+    except OSError:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET6):
+            host = "::"
+    return format_address("tcp", host, port)
+
+
 def check_route(address: str, found: Sequence[str]) -> None:
     """Raise UsageError where this host has a route to none of a hub's IP addresses: ZeroMQ would try them silently."""
     problem = OSError("there is no address")

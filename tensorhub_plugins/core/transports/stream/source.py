@@ -249,7 +249,7 @@ class StreamServer:
             case SourceLost():  # withdrawn, or late
                 _log.info("%s: closed the connection of %s: %s", name, peer, error)
             case Silent():
-                self._warn("closed the connection of %s: it %s in time", peer, error)
+                self._warn("closed the connection of %s, which did not go on in time: %s", peer, error)
             case TensorHubError():
                 self._warn("closed the connection of %s: %s", peer, error)
             case _:
