@@ -8,8 +8,9 @@ import pytest
 import torch
 from client_stage import RUNTIME
 
-from tensorhub_plugins.core import CHECKPOINT, Location
+from tensorhub_plugins.core import CHECKPOINT, Client, Location, version_of
 from tensorhub_plugins.core.deltas import native
+from tensorhub_plugins.core.deltas.pace import Pace
 
 HERE, THERE, ELSEWHERE = (Location(host=name) for name in "abc")
 SIZE = 1 << 20
@@ -205,6 +206,57 @@ def test_a_runtime_layout_takes_deltas_too(stage):
     assert trainer.changes.make_ahead(1, RUNTIME) > 0
     fetched = follow(rollout, 2, layouts=(RUNTIME,))
     assert equal(fetched.tensors(), v2) and fetched.report.wire_size_bytes < SIZE // 30
+
+
+@pytest.mark.slow
+def test_a_run_with_a_hub_that_restarts_a_joiner_and_an_attempt_that_is_resumed(stage, monkeypatch):
+    """Every rollout has the published bytes at every version, and takes what has changed where it holds something."""
+    monkeypatch.setattr(Pace, "takes_deltas", lambda self: True)  # as on a link, which this host has not
+    hub = stage.hub("tcp://127.0.0.1:0")
+    stage.address = hub.call("address")
+    trainer, steady, misses = (
+        stage.client(name, location=where)
+        for name, where in (("trainer", HERE), ("steady", THERE), ("misses", ELSEWHERE))
+    )
+    trainer.begin(0)
+    made = versions(6)
+    wire: dict[tuple[str, int], int] = {}
+
+    def publish(version: int, tensors: dict[str, torch.Tensor], before: int = 0) -> None:
+        trainer.publish(version, tensors)
+        if before:
+            trainer.changes.make_ahead(before, CHECKPOINT)
+            trainer.unpublish(before)
+
+    def read(client: Client, version: int, truth: dict[str, torch.Tensor]) -> None:
+        fetched = follow(client, version)
+        assert equal(fetched.tensors(), truth) and client.recheck(version) == ()
+        wire[client.replica, version] = fetched.report.wire_size_bytes
+        fetched.release()
+
+    publish(1, made[0])
+    for client in (steady, misses):
+        read(client, 1, made[0])
+    for version in (2, 3, 4):
+        publish(version, made[version - 1], version - 1)
+        read(steady, version, made[version - 1])
+    read(misses, 4, made[3])  # three at once
+    hub.kill()
+    stage.hub(stage.address)
+    joins = stage.client("joins", location=Location(host="d"))
+    publish(5, made[4], 4)
+    for client in (steady, misses, joins):
+        read(client, 5, made[4])
+    again = version_of(trainer.begin(4), 5)  # from step 4: other weights than those of version 5, which is dropped
+    resumed = [stepped(made[3], 98), stepped(stepped(made[3], 98), 99)]
+    for number, tensors in enumerate(resumed):
+        publish(again + number, tensors, number and again)
+        for client in (steady, misses, joins):
+            read(client, again + number, tensors)
+    whole = {where for where, size in wire.items() if size > SIZE // 2}
+    joined = {("steady", 1), ("misses", 1), ("joins", 5)}
+    assert whole <= {*joined, *((client.replica, again) for client in (steady, misses, joins))} and whole >= joined
+    assert 0 < wire["misses", 4] < SIZE // 5 and all(wire.values())
 
 
 @pytest.fixture(autouse=True)
