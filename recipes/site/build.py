@@ -60,6 +60,7 @@ MENU: dict[str, list[str]] = {
         "recipes/bench/verl_stall/README.md",
         "recipes/bench/openrlhf_stall/README.md",
         "recipes/bench/vllm_start/README.md",
+        "recipes/bench/delta/README.md",
         "recipes/bench/rdma/README.md",
         "recipes/bench/gpu/README.md",
     ],

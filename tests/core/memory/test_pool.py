@@ -58,6 +58,13 @@ def test_only_so_many_are_kept_and_strangers_never(pool):
     assert is_closed(once) and not is_closed(theirs)
 
 
+def test_what_is_given_back_twice_stays_where_no_more_are_kept(pool):
+    slabs = [pool.take(OLD) for _ in range(POOLED_SLABS_MAX)]
+    for slab in [*slabs, slabs[0]]:
+        pool.give_back(slab)
+    assert not is_closed(slabs[0]) and {pool.take(OLD) for _ in slabs} == set(slabs)
+
+
 def test_slabs_of_tensors_that_come_no_more_are_let_go(pool):
     old = [pool.take(OLD), pool.take(OLD)]
     for slab in old:
