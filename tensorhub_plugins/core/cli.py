@@ -29,7 +29,7 @@ from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
 from tensorhub_plugins.core.hub.server import Server
-from tensorhub_plugins.core.operations import machine, problems, top
+from tensorhub_plugins.core.operations import machine, problems, timeline, top
 from tensorhub_plugins.core.operations.status import directive_text, fetch_status, status_text
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import new_session, of_all_interfaces, parse_address
@@ -160,6 +160,9 @@ def _main(arguments: list[str]) -> int:
         directive.add_argument("--run", default="default", help="as the workers have it (default: %(default)s)")
         directive.add_argument("--model", required=True, help="as the workers have it, for example actor")
     _add_doctor(commands.add_parser("doctor", help="try whether this machine, engine and model work with the store"))
+    events = commands.add_parser("timeline", help="what each version waited for, and a trace for Perfetto, of journals")
+    events.add_argument("files", nargs="+", type=Path, metavar="FILE", help="or a folder: as TENSORHUB_EVENTS names it")
+    events.add_argument("--out", type=Path, default=Path("timeline.json"), help="the trace (default: %(default)s)")
     fleet = commands.add_parser("fleet", help="rollouts of a running verl or OpenRLHF job: add some, drain some")
     _add_fleet(fleet.add_subparsers(dest="action", required=True))
     if arguments[:1] == ["doctor"] and arguments[1:] and arguments[1] in DOCTORS:
@@ -179,6 +182,8 @@ def _failure(arguments: list[str]) -> int:
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.command == "fleet":
         return change_fleet(options)
+    if options.command == "timeline":
+        return write_timeline(options.files, options.out)
     if options.command == "doctor" and options.check == "machine":
         return check_machine(options)
     if options.command == "doctor":
@@ -397,6 +402,17 @@ def _metrics(server: Server, options: argparse.Namespace) -> Iterator[None]:
                 raise
             _say(f"tensorhub: {error.message}")
         yield
+
+
+def write_timeline(files: list[Path], out: Path) -> int:
+    """Write a trace of these journals, and say what each version waited for."""
+    found = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
+    found = [file for file in found if not file.is_dir()]
+    events = [event for file in found for event in timeline.parse(file.read_bytes().splitlines(), str(file))]
+    out.write_text(json.dumps(timeline.trace(events)))
+    print(timeline.text(timeline.slowest(events)))
+    print(f"{out}: {len(events)} events, for https://ui.perfetto.dev")
+    return 0
 
 
 def check_machine(options: argparse.Namespace) -> int:

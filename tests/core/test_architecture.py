@@ -74,6 +74,7 @@ PURE = {
     "client.session",
     "client.shelf",
     "operations.problems",
+    "operations.timeline",
 }
 PURE_IN_ADAPTERS = {
     "vllm.drafts",
@@ -95,7 +96,7 @@ SHELLS_OF_THE_HUB = {"core.hub.server", "core.hub.exposition", "core.hub.__init_
 # All that pure modules need. What is not here has a clock, chance, a socket, a thread, or is torch.
 LIBRARIES_OF_PURE = {
     "__future__", "bisect", "blake3", "collections", "dataclasses", "difflib", "enum", "functools", "heapq",
-    "itertools", "math", "hashlib", "hmac", "msgspec", "re", "shlex", "typing", "typing_extensions", "weakref",
+    "itertools", "json", "math", "hashlib", "hmac", "msgspec", "re", "shlex", "typing", "typing_extensions", "weakref",
     "xxhash", "zlib",
 }  # fmt: skip
 # Of ours, beside each other. `Deadline` asks the clock.

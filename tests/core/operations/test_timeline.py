@@ -1,0 +1,90 @@
+"""`tensorhub timeline`: a trace that Perfetto reads, and what each version waited for, of journals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorhub_plugins.core import run_log
+from tensorhub_plugins.core.cli import main
+from tensorhub_plugins.core.operations import timeline
+
+
+def journal(folder: Path, name: str, *events: dict[str, Any]) -> Path:
+    file = folder / name
+    file.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return file
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Version 3 reaches a in 0.2 s and b, whose fetch was slow, in 2.4 s."""
+    publish = {"t": 100.0, "event": "publish", "worker": "trainer/0", "version": 3, "seconds": 0.5}
+    journal(tmp_path, "trainer.jsonl", publish)
+    for replica, fetch_s, at in (("a", 0.1, 100.2), ("b", 2.0, 102.4)):
+        sources = {"trainer/0": 70, "c/0": 30}
+        journal(
+            tmp_path,
+            f"{replica}.jsonl",
+            {"t": at - 0.1, "event": "fetch", "worker": f"{replica}/0", "version": 3, "seconds": fetch_s,
+             "sources": sources},
+            {"t": at - 0.09, "event": "pause", "worker": f"{replica}/0", "version": 2, "seconds": 0.0},
+            {"t": at, "event": "resume", "worker": f"{replica}/0", "version": 3, "seconds": 0.09},
+            {"t": at + 1, "event": "request", "worker": f"{replica}/0", "seconds": 0.5, "versions": [3, 3]},
+        )  # fmt: skip
+    return tmp_path
+
+
+def test_it_says_who_was_last_and_for_what(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "out" / "trace.json"
+    assert main(["timeline", str(folder), "--out", str(out)]) == 1 and "No such file" in capsys.readouterr().err
+    out.parent.mkdir()
+    assert main(["timeline", str(folder), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "version 3: last in use at b, 2.40 s after its publish, most of it the fetch from trainer/0" in said
+    rows = json.loads(out.read_text())["traceEvents"]
+    names = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    slices = {(names[row["pid"]], row["name"]): row for row in rows if row["ph"] == "X"}
+    assert set(names.values()) == {"trainer", "a", "b"}
+    assert (slices["b", "fetch 3"]["ts"], slices["b", "fetch 3"]["dur"]) == (800_000, 2_000_000)  # from the publish on
+    assert slices["b", "fetch 3"]["args"]["sources"] == {"trainer/0": 70, "c/0": 30}
+    assert slices["b", "request"]["tid"] != slices["b", "resume 3"]["tid"]  # a lane of their own
+    assert all(row["ts"] >= 0 for row in rows if "ts" in row)
+    assert [row["name"] for row in rows if row["ph"] == "i"] == ["pause 2", "pause 2"]
+
+
+def test_what_a_process_records_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(run_log.VARIABLE, str(tmp_path))
+    run_log.record("install", worker="a/0", version=1_000_000_002, seconds=0.25, layout="x\x1b[31m")
+    (file,) = tmp_path.iterdir()
+    (event,) = timeline.parse(file.read_bytes().splitlines(), file.name)
+    assert timeline.label(event) == "install 1/2"
+    assert timeline.trace([event])["traceEvents"][-1]["dur"] == 250_000
+
+
+def test_a_line_that_was_cut_off_is_left_out_and_another_file_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(folder / "trace")]
+    (folder / "a.jsonl").write_bytes((folder / "a.jsonl").read_bytes()[:-20])
+    assert main(["timeline", *map(str, folder.glob("*.jsonl")), *out]) == 0
+    for text in (b"not a journal", b'{"t": "x", "event": 1}', b"\xff\n{}\n", b'[1]\n{"t": 1, "event": "x"}\n'):
+        (folder / "other").write_bytes(text)
+        assert main(["timeline", str(folder / "other"), *out]) == 1
+        assert "line 1 is no event: give files of a folder" in capsys.readouterr().err
+    assert main(["timeline", str(folder / "none"), *out]) == 1
+    (folder / "empty").mkdir()
+    assert main(["timeline", str(folder / "empty"), *out]) == 0
+    assert "nothing to compare" in capsys.readouterr().out
+
+
+def test_values_of_any_kind_break_nothing() -> None:
+    odd: Any = [
+        {"t": 1, "event": "publish", "version": "x", "worker": 7, "seconds": "long"},
+        {"t": 2, "event": "resume", "version": -1, "worker": None, "seconds": -5},
+        {"t": 3, "event": "fetch", "version": 4, "worker": "a/0", "sources": None},
+    ]
+    assert len(timeline.trace(odd)["traceEvents"]) > 3 and timeline.slowest(odd) == []
