@@ -85,6 +85,20 @@ def reason(why: object) -> str:
     return str(why)[:REASON_LENGTH_MAX].encode(errors="replace").decode()
 
 
+def check_failure(failure: object) -> str:
+    """Return why the last try failed, as a message can hold it. Raise UsageError for what is no text."""
+    if not isinstance(failure, str):
+        raise UsageError(f"failure={failure!r:.80}: a text, which may be empty")
+    return reason(failure)
+
+
+def check_count(count: object) -> int:
+    """Return how many slabs to reserve. Raise UsageError for what is no number of them."""
+    if type(count) is not int or count < 0:
+        raise UsageError(f"count={count!r:.80}: how many slabs, 0 or more")
+    return count
+
+
 def check_offered(version: object, layout: object, timeout_s: float | None = None) -> None:
     """Raise UsageError unless this is a version, in one layout or (None) in all, and a time or None."""
     check_version(version)

@@ -356,7 +356,7 @@ class Client:
         withdrawn, has nothing to be run instead.
         """
         (versions, why), serial = arguments.check_target(installed, refused, pins=pins), self._hub.directive.serial
-        said = versions, serial, bool(pins), why, arguments.reason(failure)
+        said = versions, serial, bool(pins), why, arguments.check_failure(failure)
         reply = self._ask(lambda n: messages.Target(n, installed, timeout_s, *said), timeout_s)
         assert isinstance(reply, messages.Visible)
         return reply.version
@@ -449,7 +449,7 @@ class Client:
 
     def reserve(self, specs: Iterable[TensorSpec], count: int) -> None:
         """Allocate memory for so many calls of `allocate` for these tensors; it is pinned by the time of those."""
-        self._serving.pool.reserve(arguments.checked_specs(specs, NEVER), count)
+        self._serving.pool.reserve(arguments.checked_specs(specs, NEVER), arguments.check_count(count))
 
     def serving(self) -> list[types.ShardKey]:
         """Return the shards that this worker offers now, sorted."""
