@@ -1,7 +1,7 @@
 """The codec's loops in C, for a process whose machine has a compiler; the same bytes as by numpy, several times faster.
 
-There is nothing to install: the source is part of the package, and is compiled in the background, in a second, into a
-folder of this process alone. Until that is done, and where there is no compiler, numpy does the work.
+There is nothing to install: the source is part of the package, and is compiled in the background, in a second, into
+memory of this process. Until that is done, and where there is no compiler, numpy does the work.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,18 +70,25 @@ def compiled(compilers: Sequence[str] = COMPILERS) -> Kernel:
     compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None:
         raise FileNotFoundError(f"there is none of {', '.join(compilers)}")
-    with tempfile.TemporaryDirectory(prefix="tensorhub-") as folder:  # private; a loaded library needs no file
-        made = Path(folder) / "kernel.so"
-        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S_MAX, stdin=subprocess.DEVNULL)
-        return NativeKernel(ctypes.CDLL(str(made)))
+    with os.fdopen(os.memfd_create("tensorhub-kernel"), "rb") as made:  # a killed process leaves no file behind
+        path = f"/proc/self/fd/{made.fileno()}"
+        command = [compiler, *FLAGS, "-o", path, str(SOURCE)]
+        subprocess.run(
+            command,
+            check=True,
+            capture_output=True,
+            timeout=COMPILE_S_MAX,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[made.fileno()],
+        )
+        return NativeKernel(ctypes.CDLL(path))
 
 
 def _compile_quietly(compile_: Callable[[], Kernel] = compiled) -> None:
     global _kernel
     try:
         _kernel = compile_()
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+    except (OSError, AttributeError, subprocess.SubprocessError, RuntimeError) as error:
         _log.info("deltas are made by numpy, which is slower: %s", error)
 
 
