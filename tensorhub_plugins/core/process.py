@@ -16,7 +16,7 @@ import stat
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from tensorhub_plugins.core.errors import UsageError
@@ -38,6 +38,16 @@ def close_in_children(*sockets: Closable) -> None:
     """Close these in a forked child."""
     _watch()
     _in_children.update(sockets)
+
+
+class OfThisProcess:
+    """A base class of what has connections, threads or memory of its process."""
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise UsageError(
+            f"a {type(self).__name__} belongs to the process that has made it, and is neither pickled nor copied: make "
+            "one in each process"
+        )
 
 
 class Descriptor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, TypeAlias, TypeGuard
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, TypeAlias, TypeGuard, cast
 
 import msgspec
 
@@ -169,6 +170,15 @@ def printable(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return re.sub(f"[{CONTROL}]", lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def items_of(given: object, what: str, needed: str) -> Iterator[Any]:
+    """Return an iterator over what was given, or raise UsageError: also for a tensor or array without dimensions, which
+    has the method and no items."""
+    try:
+        return iter(cast("Iterable[Any]", given))
+    except TypeError:
+        raise UsageError(f"{what}={given!r:.80}: give {needed}") from None
 
 
 def is_text(name: object) -> TypeGuard[str]:

@@ -18,6 +18,7 @@ from tensorhub_plugins.verl import config
 from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WAY_OUT, WHERE, Options
 from tensorhub_plugins.verl.versions import reported_as
 from tensorhub_plugins.vllm import drafts
+from tensorhub_plugins.vllm.names import OPAQUE
 from tensorhub_plugins.vllm.outlook import (
     BESIDE,
     Model,
@@ -278,9 +279,14 @@ def check_engine_kwargs(rollout: Any) -> None:
     """Refuse what workers refuse when they join the store (vllm/worker/extension.py), minutes after the start."""
     given = _get(rollout, "engine_kwargs", "vllm") or {}
     refused = [f"{name} ({why})" for name, why in REFUSED_BY_WORKERS.items() if given.get(name)]
+    if given.get("load_format"):
+        refused.append("load_format (they start with what rollout.load_format says)")
+    kind = given.get("quantization") or _get(rollout, "quantization")
+    if kind in OPAQUE:
+        refused.append(f"quantization={kind} (not known to follow updates)")
     if refused:
         raise UsageError(
-            f"engines that pull do not take {', '.join(refused)}: leave it out of rollout.engine_kwargs.vllm, or set "
+            f"engines that pull do not take {', '.join(refused)}: leave it out of actor_rollout_ref.rollout, or set "
             "rollout.name=vllm (drop-in)"
         )
 

@@ -155,6 +155,9 @@ def test_everything_that_is_wrong_is_said_at_once(job):
         (FULLY_ASYNC, ["model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable_rollout=True"], "random ones"),
         (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.model=d"], "(draft_model): no version brings"),
         (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=true"], "do not take enable_lora"),
+        (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.load_format=bitsandbytes"], "do not take load_format (they start"),
+        (FULLY_ASYNC, [f"+{ROLLOUT}.engine_kwargs.vllm.quantization=bitsandbytes"], "quantization=bitsandbytes (not"),
+        (ONE_STEP_OFF, [f"{ROLLOUT}.quantization=torchao"], "do not take quantization=torchao (not known to follow"),
         (
             ONE_STEP_OFF,
             [f"+{ROLLOUT}.engine_kwargs.vllm.cpu_offload_gb=4"],

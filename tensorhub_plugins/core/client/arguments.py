@@ -37,6 +37,7 @@ from tensorhub_plugins.core.types import (
     check_name,
     check_version,
     is_text,
+    items_of,
     printable,
 )
 
@@ -73,9 +74,8 @@ def check_target(installed: object, refused: object, *, pins: object) -> tuple[t
     what no follower can have."""
     check_flags(pins=pins)
     check_installed("installed", installed)
-    if isinstance(refused, str) or not isinstance(refused, Iterable):
-        raise UsageError(f"refused={refused!r:.80}: give a list of versions")
-    versions = tuple(check_version(each, "each version in refused") for each in refused)[-REFUSED_MAX:]
+    given = items_of(refused, "refused", "a list of versions")
+    versions = tuple(check_version(each, "each version in refused") for each in given)[-REFUSED_MAX:]
     why = refused[max(versions)] if isinstance(refused, Mapping) and versions else ""
     return versions, reason(why)
 
@@ -156,9 +156,8 @@ def checked_specs(specs: Iterable[TensorSpec], deadline: float, what: str = "spe
     """Yield these, for reading or for memory. Raise UsageError for what is none, DeadlineExceeded at the deadline."""
     if type(deadline) not in (Deadline, float, int):
         raise UsageError(f"deadline={deadline!r:.80}: a Deadline, as `Deadline.after(seconds)` makes it")
-    if not isinstance(specs, Iterable):
-        raise UsageError(f"{what}={specs!r:.80}: give a list of TensorSpec, as `spec_of(name, tensor)` makes them")
-    for spec in until(deadline, specs):
+    given = items_of(specs, what, "a list of TensorSpec, as `spec_of(name, tensor)` makes them")
+    for spec in until(deadline, given):
         if not isinstance(spec, TensorSpec):
             raise UsageError(f"{what}: {spec!r:.80} is no TensorSpec, as `spec_of(name, tensor)` makes them")
         yield spec
@@ -167,6 +166,13 @@ def checked_specs(specs: Iterable[TensorSpec], deadline: float, what: str = "spe
 def wanted_table(specs: Iterable[TensorSpec], deadline: float) -> TensorTable:
     """Return the tensors that are wanted of a checkpoint. Raise UsageError, DeadlineExceeded as `checked_specs`."""
     return TensorTable.of(checked_specs(specs, deadline, "wanted"))
+
+
+def check_count(count: object) -> int:
+    """Return how often memory is taken, at most for as many versions as are retained. Raise UsageError."""
+    if type(count) is not int or not 0 <= count <= RETAIN_MAX:
+        raise UsageError(f"count={count!r:.80}: a number from 0 to {RETAIN_MAX}")
+    return count
 
 
 def check_retain(newest: object, domains: object, across: object) -> None:

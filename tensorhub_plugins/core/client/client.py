@@ -39,7 +39,7 @@ from tensorhub_plugins.core.manifest import Part, TensorSpec
 from tensorhub_plugins.core.memory.claims import claimed
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.process import check_not_forked, identity
+from tensorhub_plugins.core.process import OfThisProcess, check_not_forked, identity
 from tensorhub_plugins.core.protocol import advertised, messages
 from tensorhub_plugins.core.security import secret, tls
 from tensorhub_plugins.core.security.keys import Keys
@@ -56,7 +56,7 @@ CLOSE_S = 5.0  # a second close waits so long for the first, which may itself wa
 
 @calls.all_public
 @resources.in_each_call
-class Client:
+class Client(OfThisProcess):
     """One worker's connection to the store.
 
     address: the hub's, "tcp://host:port", or all that the one hub may have, with commas. run, model: name the history.

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -39,12 +39,15 @@ from tensorhub_plugins.core.memory.slices import SLICES_MAX, Slice, slices_of
 from tensorhub_plugins.core.memory.staging import host_copy
 from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec, dtype_of, spec_of
 from tensorhub_plugins.core.options import Need
+from tensorhub_plugins.core.process import OfThisProcess
 from tensorhub_plugins.core.run_log import enabled, record, root_key
-from tensorhub_plugins.core.types import CHECKPOINT, NAME_LENGTH_MAX, Across, version_of
+from tensorhub_plugins.core.types import CHECKPOINT, NAME_LENGTH_MAX, Across, items_of, version_of
 
 log = logging.getLogger(__name__)
 
 SECONDS = "tensorhub/publish/seconds"
+HELD = "every tensor of the model as a Held, as `held_run`, `fsdp1_parts` and `fsdp2_parts` make them"
+PAIRS = "pairs of a name and a tensor"
 BEGIN_S = 60.0  # at least: a former incarnation on another host expires after 15 s of silence
 UNPUBLISH_S = 30.0  # for readers of an old version to finish before they are disconnected
 
@@ -75,7 +78,7 @@ def _ranks_here() -> int:
 
 
 @resources.in_each_call
-class Publisher:
+class Publisher(OfThisProcess):
     """Publishes the share of one trainer rank, version after version.
 
     client: this rank's (shard = rank, shard_count = ranks). keep: versions on offer; host memory is used for one more,
@@ -188,7 +191,7 @@ class Publisher:
     def prepare(self, held: Iterable[Held]) -> None:
         """Allocate the memory of the parts that `publish_parts` will be given, and pin it in the background, before the
         first step is computed. Raise UsageError where it does not fit."""
-        self._reserve(self._plain(self._parts_of(list(held))[2]))
+        self._reserve(self._plain(self._parts_of(_checked(held))[2]))
 
     def version(self, step: int) -> int:
         """Return the version of this step, in the attempt that was begun."""
@@ -352,7 +355,7 @@ class Publisher:
 
     def _snapshot_parts(self, version: int, held: Iterable[Held], deadline: Deadline) -> Snapshot:
         """Return a slab with this rank's parts, the whole tensors, and the positions of the parts in them."""
-        whole, here, pieces = self._parts_of(list(until(deadline, held, 1)), deadline)
+        whole, here, pieces = self._parts_of(_checked(held, deadline), deadline)
         if self._whole and whole != self._whole:
             raise self._not_the_same(version, whole)
         slab = self._allocate(self._plain(pieces), deadline)
@@ -390,7 +393,7 @@ class Publisher:
     def _settled(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
         """Return these after their writes, on any stream; in the background after those of this thread's stream, which
         the copies follow; tensors in host memory, which are read at once, always after all."""
-        return settled(weights, host_only=self.in_background)
+        return settled(_pairs(weights), host_only=self.in_background)
 
     def _pieces_of(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> Pieces:
         """Return by name the slices in which each is published."""
@@ -478,6 +481,23 @@ class Publisher:
             self._retiring.join(timeout=1.0)
         with contextlib.suppress(TensorHubError):
             self.client.close()
+
+
+def _checked(held: Iterable[Held], deadline: float = NEVER) -> list[Held]:
+    """Return what is held. Raise UsageError for what is not."""
+    given = list(until(deadline, items_of(held, "held", HELD), 1))
+    for each in given:
+        if not isinstance(each, Held):
+            raise UsageError(f"held: {each!r:.80} is none: give {HELD}")
+    return given
+
+
+def _pairs(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield these. Raise UsageError for what is no pair."""
+    for each in items_of(weights, "weights", PAIRS):
+        if not isinstance(each, tuple | list) or len(each) != 2:
+            raise UsageError(f"weights: {each!r:.80} is no pair: give {PAIRS}")
+        yield each[0], each[1]
 
 
 def _write(

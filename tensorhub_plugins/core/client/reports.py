@@ -13,6 +13,7 @@ from tensorhub_plugins.core.manifest import Manifest, TensorTable
 from tensorhub_plugins.core.memory.assembly import has_parts, view_of
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import same_bytes
+from tensorhub_plugins.core.process import OfThisProcess
 from tensorhub_plugins.core.transfer.runner import Outcome
 from tensorhub_plugins.core.types import CHECKPOINT
 
@@ -85,7 +86,7 @@ class ReplicateReport:
 
 
 @dataclass
-class Fetched:
+class Fetched(OfThisProcess):
     """One version in memory of its own. slabs and manifests are by source shard; tensors of which several shards hold
     parts are whole in slabs of their own, under negative numbers.
 

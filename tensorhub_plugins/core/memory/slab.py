@@ -45,14 +45,14 @@ from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
 from tensorhub_plugins.core.memory.runs import Extents, Runs, memory_of
 from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, held, span_of, stride_of
 from tensorhub_plugins.core.memory.there import digests_there
-from tensorhub_plugins.core.process import Descriptor
+from tensorhub_plugins.core.process import Descriptor, OfThisProcess
 
 COPIED_AT_ONCE_BYTES = 256 << 20  # between two checks of the clock: 0.1 s of a slow host
 
 Kind: TypeAlias = Literal["adopted", "allocated", "view", "borrowed"]
 
 
-class Slab:
+class Slab(OfThisProcess):
     """The registered memory of one shard. Make one with `adopt` or `allocate`.
 
     Ranges are stream offsets in bytes, [start, stop). Several threads may read and write at once; that nothing is
@@ -210,6 +210,15 @@ class Slab:
     def unwritten(self) -> tuple[str, ...]:
         """Return the names of an allocated slab's tensors not written since it was allocated or `expect_writes`."""
         return tuple(self._unwritten)
+
+    def check_writable(self) -> None:
+        """Raise UsageError that names a tensor in memory that this process cannot write."""
+        if (index := self._runs.read_only) is not None:
+            name = [spec.name for spec in self.specs if spec.size_bytes][index]
+            raise UsageError(
+                f"tensor {name!r} cannot be read into: this process may not write its memory. It may be a file that is "
+                "mapped for reading. Read into a clone of it"
+            )
 
     def mark_written(self, names: Iterable[str] | None = None) -> None:
         """Mark these tensors (None: all) as filled by other means than `write`: through their views, or by a reader."""

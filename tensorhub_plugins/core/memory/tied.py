@@ -33,6 +33,7 @@ class LiveTensors:
         self._tensors, self._deadline = held(tensors, deadline), deadline
         self.whole = Slab.adopt(self._tensors, deadline=deadline)
         check_kept(tensors, self._tensors, deadline)
+        self.whole.check_writable()
         self.specs = self.whole.specs
         self._scratch: Slab | None = None
         if self.whole.ties:

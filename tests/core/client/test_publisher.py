@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -55,6 +56,20 @@ def assert_equal(a, b):
 def test_a_publisher_that_cannot_work_is_refused_before_anything_is_published(options, words):
     with pytest.raises(UsageError, match=words):
         Publisher(None, **{"rank": 0, "ranks": 1, "worker": "trainer/0", "keep": 1, "timeout_s": 10, **options})
+
+
+@pytest.mark.parametrize("given", [torch.tensor(1), 5, [5], [torch.tensor(1)], {"ab": 1}], ids=repr)
+def test_what_are_no_weights_is_refused_and_the_next_are_published(address, given):
+    with closing(publisher(address)) as trainer, trainer.client:
+        for call, words in (
+            (lambda: trainer.publish(1, given), "weights.*: give pairs of a name and a tensor"),
+            (lambda: trainer.publish_parts(1, given), "held.*: give every tensor of the model as a Held"),
+            (lambda: trainer.prepare(given), "held.*: give every tensor of the model as a Held"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                call()
+        trainer.publish(1, weights(1).items())
+        assert trainer.client.serving()
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["as it comes", "known beforehand"])

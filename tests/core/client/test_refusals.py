@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import re
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ from tensorhub_plugins.core import (
     HubUnreachable,
     Location,
     Part,
+    Publisher,
     ShardKey,
     TensorTable,
     UsageError,
@@ -376,7 +381,7 @@ def test_closing_ends_what_other_threads_do_with_the_client(stage, progress):
             future.result(SOON_S)
 
 
-WRONG = [object(), 1.5j, torch.ones(2)]  # whatever is expected
+WRONG = [object(), 1.5j, torch.ones(2), torch.tensor(1.5)]  # whatever is expected
 CALLS = {name: call for name, call in vars(Client).items() if inspect.isfunction(call) and not name.startswith("_")}
 ARGUMENTS = [(name, each) for name, call in CALLS.items() for each in list(inspect.signature(call).parameters)[1:]]
 GIVEN = {"version": 1, "tensors": {"a": ONE}, "layout": "x", "specs": (), "count": 1, "key": ShardKey(1, CHECKPOINT)}
@@ -401,3 +406,30 @@ def the_client():
         Client(hub.address, run="r", model="m", replica="a", transports=("tcp",)) as client,
     ):
         yield client
+
+
+def test_what_belongs_to_one_process_is_neither_pickled_nor_copied(stage, module_hub):
+    trainer = stage.client("trainer")
+    trainer.publish(1, tensors_of(1))
+    fetched = stage.client("reader").fetch(1, timeout_s=SOON_S)
+    ours = (trainer, fetched, module_hub, next(iter(fetched.slabs.values())))
+    for each in (*ours, Publisher(trainer, rank=0, ranks=1, worker="t", keep=1, timeout_s=1.0)):
+        for use in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(UsageError, match=f"a {type(each).__name__} belongs to the process.*make one in each"):
+                use(each)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_memory_that_may_only_be_read_is_refused_by_name(stage, tmp_path, transport):
+    """It ended the process, or was the source's fault until the deadline."""
+    trainer, reader = (stage.client(name, transports=(transport,)) for name in ("trainer", "reader"))
+    tensors = {"a": torch.arange(4096.0), "b": torch.arange(4096.0)}
+    trainer.publish(1, tensors)
+    mine = {"a": torch.zeros(4096)}
+    np.zeros(4096, np.float32).tofile(tmp_path / "b")
+    for mode in ("r", "r+"):
+        with warnings.catch_warnings(action="ignore"):  # numpy's array knows it, the tensor does not
+            mine["b"] = torch.from_numpy(np.memmap(tmp_path / "b", np.float32, mode))
+        with pytest.raises(UsageError, match="'b' cannot be read into") if mode == "r" else nullcontext():
+            reader.replicate(mine, 1, timeout_s=SOON_S)
+    assert torch.equal(mine["a"], tensors["a"]) and torch.equal(mine["b"], tensors["b"])
