@@ -71,6 +71,7 @@ class TensorHubEngine(_Stock):
             catches_up=True,
             staleness_s=self.options.staleness_s,
         )
+        self.owned.keep()
         await self.owned.follow(worker, known, how)
         self.owned.keep(self.owned.watch())
         await self.owned.caught_up()

@@ -67,18 +67,18 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
     def generate_eval_samples(self, **kwargs: Any) -> Any:
         started, live = time.monotonic(), self.engines.live()
         self._look_for_newest()
-        # Stay where you are; then all go where the first one is, or to the newest.
-        held = self._hold(live, 0)
-        goal = max(self.newest, *held.values()) if held else self.newest
-        goal = min(goal, self._to_run_instead_of(goal) or goal)  # unless operators want an older one
-        held = self._hold(live, goal)
-        if len(set(held.values())) > 1:  # the goal is gone meanwhile
-            goal = max(held.values())
-        self._evaluating = {member.name: member.epoch for member in live if held.get(member.name) == goal}
-        self.evaluation_wait_s = time.monotonic() - started
-        record("evaluate", worker="generator/0", version=goal)
-        logger.info("evaluation of version %d on %d engines", goal, len(self._evaluating))
         try:
+            # Stay where you are; then all go where the first one is, or to the newest.
+            held = self._hold(live, 0)
+            goal = max(self.newest, *held.values()) if held else self.newest
+            goal = min(goal, self._to_run_instead_of(goal) or goal)  # unless operators want an older one
+            held = self._hold(live, goal)
+            if len(set(held.values())) > 1:  # the goal is gone meanwhile
+                goal = max(held.values())
+            self._evaluating = {member.name: member.epoch for member in live if held.get(member.name) == goal}
+            self.evaluation_wait_s = time.monotonic() - started
+            record("evaluate", worker="generator/0", version=goal)
+            logger.info("evaluation of version %d on %d engines", goal, len(self._evaluating))
             return super().generate_eval_samples(**kwargs)
         finally:
             self._evaluating = {}

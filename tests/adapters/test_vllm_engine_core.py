@@ -109,7 +109,7 @@ def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         how: Any = {"when": when, "patience_s": options.get("patience_s", TIMEOUT_S)}
         one = CoreFollower(cast(Any, core), config, FollowConfig(**how))
         one.start()
-        core.status = one.status
+        core.one, core.status = one, one.status
         ends.extend([one.close, one._thread.join, core.close, updater.close])
         return core
 
@@ -137,6 +137,21 @@ def test_a_follower_that_never_hears_the_hub_is_cut_off_as_well(monkeypatch: pyt
     assert one.status()["hub_silent_s"] == 0.0
     now += 60.0
     assert one.status()["hub_silent_s"] == 60.0
+
+
+def test_one_that_has_left_says_so(following: Any) -> None:
+    """Its loop has ended: what was asked there stayed without an answer."""
+    core = following("now")
+    core.one.close()
+    core.one._thread.join(TIMEOUT_S)
+    for question in ("news", "hold", "enter"):
+        assert core.one.ask(question, ()).result(TIMEOUT_S) == (("UpdateFailed", "engine has left the store", 0), None)
+
+
+def test_an_engine_has_one_owner() -> None:
+    core = SimpleNamespace(tensorhub_ask=None)
+    (kind, message, _), _ = core_follower._follow_owner(core, cast(Any, None), {}, {}, None)
+    assert kind == "UsageError" and "follows already" in message
 
 
 def publish(hub: Server, *versions: int) -> None:

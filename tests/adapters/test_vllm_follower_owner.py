@@ -256,6 +256,32 @@ def test_an_engine_that_is_held_stays_with_its_version() -> None:
     asyncio.run(story())
 
 
+def test_a_release_that_overtakes_its_hold_leaves_the_engine_free() -> None:
+    """The hold waits for an update, and its owner gives up: it held the engine afterwards, for ever."""
+
+    async def story() -> None:
+        gate = Gate()
+        one = follower(FakeEngine(), gate=gate, newest=5)
+        await one.update(1)
+        await one.enter("prompt", 1)
+        one._asked_with = 1
+        update = asyncio.create_task(one.take(2))
+        while not gate.is_closed:
+            await asyncio.sleep(0)
+        held = asyncio.create_task(one.hold(0))
+        await asyncio.sleep(0)
+        await one.release()
+        await one.leave("prompt")
+        await update
+        with pytest.raises(UpdateFailed, match="released before it was held"):
+            await held
+        following = asyncio.create_task(one.follow())
+        await need(one, 5)
+        following.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
 def test_pulling_can_be_switched_off_after_a_version() -> None:
     async def story() -> None:
         one = follower(FakeEngine(), newest=5, until=3)

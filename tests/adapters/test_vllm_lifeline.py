@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,47 @@ def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None
         assert line.silent_s() == 6.0
 
     asyncio.run(story())
+
+
+@needs_ray
+@needs_vllm
+@pytest.mark.parametrize("asked", ["ping", "follow"])
+def test_an_engine_that_dies_while_it_is_asked_ends_its_actor(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    """vLLM leaves the question pending: the actor asked for ever, and passed for one that lives."""
+    from tensorhub_plugins.vllm.config import FollowConfig
+    from tensorhub_plugins.vllm.ray.owned import OwnedEngine
+
+    codes, pending = ended(monkeypatch), []
+    monkeypatch.setattr(health, "WATCH_INTERVAL_S", 0.0)
+
+    async def story() -> None:
+        engine = PlayedVLLM("fine")
+
+        async def never(method: str, *_: Any, **__: Any) -> Any:
+            pending.append(method)
+            await asyncio.Event().wait()
+
+        engine.collective_rpc = never  # type: ignore[method-assign]
+        engine.engine_core = SimpleNamespace(call_utility_async=never)  # type: ignore[attr-defined]
+        owned = OwnedEngine(engine, "rollout-0/0")
+        owned.keep()
+        following = asyncio.create_task(owned.follow({}, None, FollowConfig()))
+        while f"tensorhub_{asked}" not in pending:
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not codes, "the control: it may answer yet"
+        engine.errored = True
+        while not codes:
+            await asyncio.sleep(0)
+        assert codes == [1] and not following.done()
+        owned.keep(asyncio.sleep(0))
+        assert pending.count("tensorhub_ping") == 1, "and it is watched once"
+        following.cancel()
+        for task in owned._tasks:
+            task.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
 
 
 @needs_vllm

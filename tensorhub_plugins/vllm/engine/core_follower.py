@@ -259,6 +259,8 @@ def _follow_owner(core: Any, whole: Core, joining: dict[str, Any], how: dict[str
     """Call in the core's loop. Join the store, unless the engine has started from it, and follow; return the error,
     as `Follower.answer` does."""
     try:
+        if hasattr(core, "tensorhub_ask"):
+            raise UsageError("this engine follows already: two owners would update it one over the other")
         learn_secret(secret)
         config = options.convert(how, FollowConfig, where="what the owner of this engine says")
         whole.pause_mode, whole.recompute = config.pause_mode, config.recompute
@@ -353,6 +355,10 @@ class CoreFollower(Follower):
 
     def ask(self, question: str, given: Sequence[Any]) -> Future[Any]:
         """Call in the core's loop. See `answer`; vLLM takes no *args."""
+        if self._closed:
+            gone: Future[Any] = Future()
+            gone.set_result(((UpdateFailed.__name__, f"{self.worker} has left the store", 0), None))
+            return gone
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self.answer(question, *given), self._loop)
 

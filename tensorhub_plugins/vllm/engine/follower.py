@@ -462,8 +462,10 @@ class Follower:
         when it cannot; one that is broken goes on following then, to be repaired.
         """
         version = bounded(version, self.until)
+        self.is_held = True  # at once: a `release` that comes while this waits is of this
         async with self._one_update:
-            self.is_held = True
+            if not self.is_held:
+                raise UpdateFailed(f"{self.worker} was released before it was held", phase="hold")
             try:
                 if version and (self.is_broken or self.version != version):
                     await self.update(version)

@@ -105,15 +105,22 @@ class Lifeline:
         from tensorhub_plugins.vllm.ray import preemption  # not in vLLM's workers, which import this file, too
 
         self._watching = asyncio.create_task(preemption.watch(self.worker))
-        asked_at = -PROBE_INTERVAL_S
-        while True:
-            if self.engine.errored:
-                self.die(self.engine.dead_error)
-            if time.monotonic() - asked_at >= PROBE_INTERVAL_S:
-                asked_at = time.monotonic()
-                with contextlib.suppress(TensorHubError):  # no answer, no sign of life: it shows in `silent_s`
-                    await self.rpc("tensorhub_ping")
-            await asyncio.sleep(min(WATCH_INTERVAL_S, PROBE_INTERVAL_S))
+        asked_at, asked = -PROBE_INTERVAL_S, None
+        try:
+            while True:
+                if self.engine.errored:
+                    self.die(self.engine.dead_error)
+                if time.monotonic() - asked_at >= PROBE_INTERVAL_S and (asked is None or asked.done()):
+                    # Not awaited here: vLLM never answers what is pending when its engine dies.
+                    asked_at, asked = time.monotonic(), asyncio.create_task(self._ping())
+                await asyncio.sleep(min(WATCH_INTERVAL_S, PROBE_INTERVAL_S))
+        finally:
+            if asked is not None:
+                asked.cancel()
+
+    async def _ping(self) -> None:
+        with contextlib.suppress(TensorHubError):  # no answer, no sign of life: it shows in `silent_s`
+            await self.rpc("tensorhub_ping")
 
     def silent_s(self) -> float:
         """Return the seconds for which vLLM has left a question without an answer."""

@@ -34,8 +34,9 @@ class OwnedEngine:
         self._tasks: list[asyncio.Task[None]] = []
 
     def keep(self, *works: Coroutine[Any, Any, None]) -> None:
-        """Do this until the engine leaves. The actor ends with what fails: it must not pass for one that follows."""
-        for work in (*works, self.lifeline.probe()):
+        """Do this until the engine leaves, and watch whether vLLM lives: a dead one answers nothing that is pending.
+        The actor ends with what fails: it must not pass for one that follows."""
+        for work in works if self._tasks else (*works, self.lifeline.probe()):
             task = asyncio.create_task(work)
             task.add_done_callback(exit_on_error)
             self._tasks.append(task)
