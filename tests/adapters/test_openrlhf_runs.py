@@ -101,9 +101,7 @@ def test_a_hub_that_goes_away_at_start_ends_the_run_with_one_sentence(tmp_path: 
 def test_partial_rollout_goes_on_when_an_engine_is_killed_in_the_middle(tmp_path: Path, shared: Path) -> None:
     arguments = ["--data.max_samples", str(8 * 2 * STEPS), "--data.max_len", "256", "--rollout.max_new_tokens", "192"]
     with Run(tmp_path, shared, "openrlhf_grpo", "partial", "tensorhub", *arguments) as run:
-        # An engine has taken a version while its vLLM was generating: on a fast machine one may never do so.
-        taken = run.wait_for(lambda: [e for e in run.events("resume") if e["in_flight"]])
-        name = taken[-1]["worker"].partition("/")[0]
+        name = run.wait_for(lambda: half_answered(run))
         os.kill(run.wait_for(lambda: pid_of(run, name)), signal.SIGKILL)
         run.end()
     assert run.events("replica_lost") and run.events("request_retried"), "the kill did not hit in the middle"
@@ -143,6 +141,20 @@ def child_of(actor: int) -> int:
             if b"EngineCore" in name and f"\nPPid:\t{actor}\n" in status:
                 return int(process.name)
     raise AssertionError(f"process {actor} has no engine core")
+
+
+def half_answered(run: Run) -> str | None:
+    """The engine that was generating when it took a version, and has answered some of those requests, but not all. On
+    a fast machine there may never be one."""
+    for taken in run.events("resume"):
+        ended = [
+            each
+            for each in run.events("request")
+            if each["worker"] == taken["worker"] and each["versions"][0] < taken["version"] <= each["versions"][1]
+        ]
+        if 0 < len(ended) < taken["in_flight"]:
+            return str(taken["worker"].partition("/")[0])
+    return None
 
 
 def pid_of(run: Run, replica: str) -> int | None:
