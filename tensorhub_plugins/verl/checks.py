@@ -18,7 +18,6 @@ from tensorhub_plugins.verl import config
 from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WAY_OUT, WHERE, Options
 from tensorhub_plugins.verl.versions import reported_as
 from tensorhub_plugins.vllm import drafts
-from tensorhub_plugins.vllm.names import OPAQUE
 from tensorhub_plugins.vllm.outlook import (
     BESIDE,
     Model,
@@ -46,6 +45,7 @@ REFUSED_BY_WORKERS = {  # vLLM's options, and what they would do to updates
     "offload_group_size": "layers are refilled from host memory",
     "engram_config": "embeddings stay in host memory",
 }
+OPAQUE = ("torchao", "bitsandbytes")  # quantization that workers refuse (vllm/worker/online.py)
 RESUME = ("disable", "auto", "resume_path")
 POOLS = ("trainer", "actor_rollout_ref.rollout", "rollout", "reward.reward_model", "distillation")
 KINDS = ("tensor_model", "data", "pipeline_model", "expert")

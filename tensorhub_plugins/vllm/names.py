@@ -7,7 +7,6 @@ from __future__ import annotations
 
 NAME = "tensorhub"
 LEAVING_S = 8.0  # for an engine that ends: HAND_OVER_TIMEOUT_S (updater.py), and its processes
-OPAQUE = ("torchao", "bitsandbytes")  # quantization whose tensors have classes of their own, which no raw copy carries
 
 RUN = "run"  # the adapter's tests were run with it (verl with 0.24: the demo, which checks what it claims)
 CHECKED = "checked"  # what the adapter uses is in its sources, and takes what it is given: tests/versions

@@ -381,3 +381,9 @@ def test_the_lines_of_the_readme_are_what_a_node_of_eight_takes(job):
     outlook = looked([*job, *size, *(word.replace("step=N", "step=4") for word in lines)])
     assert not outlook.wrong
     assert "GPUs: 8 are needed (4 for the trainer, 4 for 2 engines of 2)" in outlook.said
+
+
+def test_the_quantization_that_is_refused_is_what_workers_refuse():
+    from tensorhub_plugins.vllm.worker import online
+
+    assert checks.OPAQUE == online.OPAQUE

@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -44,6 +43,7 @@ class Runs:
             run.view or NOTHING for run in runs if run.view is not None or run.rows is not None
         ]  # none for a device
         self.size_bytes = sum(run.size_bytes for run in runs)
+        self.may_be_written = False  # known, see `Slab.check_writable`
         self.scattered = [index for index, run in enumerate(runs) if run.rows is not None]
 
     def is_scattered(self, start: int, stop: int) -> bool:
@@ -59,20 +59,6 @@ class Runs:
         extents = np.array([(run.address, run.size_bytes) for run in self.all], np.uint64).reshape(-1, 2)
         extents.flags.writeable = False
         return extents
-
-    @cached_property
-    def read_only(self) -> int | None:
-        """Return the index of the first run in host memory that this process cannot write, as of a file that is mapped
-        for reading; None: there is none, or it is not known."""
-        with suppress(OSError):
-            maps = [line.split(maxsplit=2)[:2] for line in Path("/proc/self/maps").read_bytes().splitlines()]
-            shut = [[int(end, 16) for end in where.split(b"-")] for where, access in maps if access[1:2] != b"w"]
-            starts = [start for start, _ in shut]
-            for index, run in enumerate(self.all if self.views else ()):
-                before = bisect_left(starts, run.address + run.size_bytes) - 1
-                if before >= 0 and shut[before][1] > run.address:
-                    return index
-        return None
 
     def cut(self, start: int, stop: int) -> tuple[int, int, int, int]:
         """Return the runs that hold a range that is not empty, as indices [first, last), the offset in bytes at which

@@ -19,11 +19,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -212,13 +213,17 @@ class Slab(OfThisProcess):
         return tuple(self._unwritten)
 
     def check_writable(self) -> None:
-        """Raise UsageError that names a tensor in memory that this process cannot write."""
-        if (index := self._runs.read_only) is not None:
-            name = [spec.name for spec in self.specs if spec.size_bytes][index]
-            raise UsageError(
-                f"tensor {name!r} cannot be read into: this process may not write its memory. It may be a file that is "
-                "mapped for reading. Read into a clone of it"
-            )
+        """Raise UsageError that names a tensor in host memory that this process cannot write, if that is known."""
+        shut = [] if self._runs.may_be_written or not self._runs.views else _read_only()
+        starts, with_bytes = [start for start, _ in shut], (spec for spec in self.specs if spec.size_bytes)
+        for spec, run in zip(with_bytes, self._runs.all if shut else (), strict=False):
+            before = bisect_left(starts, run.address + run.size_bytes) - 1
+            if before >= 0 and shut[before][1] > run.address:
+                raise UsageError(
+                    f"tensor {spec.name!r} cannot be read into: this process may not write its memory, maybe a file "
+                    "that is mapped for reading: read into a clone of it"
+                )
+        self._runs.may_be_written = True
 
     def mark_written(self, names: Iterable[str] | None = None) -> None:
         """Mark these tensors (None: all) as filled by other means than `write`: through their views, or by a reader."""
@@ -548,3 +553,12 @@ def _copy_flat(source: torch.Tensor, target: torch.Tensor, deadline: float) -> N
             check_time(deadline)
     else:
         staging.copy_flat(source, target)
+
+
+def _read_only() -> list[tuple[int, int]]:
+    """Return the addresses [first, end) that this process cannot write, in order; none where that is not said."""
+    with suppress(OSError):
+        maps = [line.split(maxsplit=2)[:2] for line in Path("/proc/self/maps").read_bytes().splitlines()]
+        ranges = [where.partition(b"-") for where, access in maps if access[1:2] != b"w"]
+        return [(int(first, 16), int(end, 16)) for first, _, end in ranges]
+    return []
