@@ -11,12 +11,12 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 3_480,
-    "core/client": 5_160,
+    "core": 3_520,
+    "core/client": 5_172,
     "core/deltas": 660,
     "core/hub": 5_350,
     "core/kernels": 560,
-    "core/memory": 3_660,
+    "core/memory": 3_715,
     "core/operations": 1_000,
     "core/protocol": 1_160,
     "core/security": 720,

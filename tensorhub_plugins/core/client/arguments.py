@@ -168,13 +168,6 @@ def wanted_table(specs: Iterable[TensorSpec], deadline: float) -> TensorTable:
     return TensorTable.of(checked_specs(specs, deadline, "wanted"))
 
 
-def check_count(count: object) -> int:
-    """Return how often memory is taken, at most for as many versions as are retained. Raise UsageError."""
-    if type(count) is not int or not 0 <= count <= RETAIN_MAX:
-        raise UsageError(f"count={count!r:.80}: a number from 0 to {RETAIN_MAX}")
-    return count
-
-
 def check_retain(newest: object, domains: object, across: object) -> None:
     """Raise UsageError for what cannot be retained."""
     if type(newest) is not int or not 0 <= newest <= RETAIN_MAX:
