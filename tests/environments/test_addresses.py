@@ -304,6 +304,7 @@ def test_a_hub_of_both_families_has_its_workers_tell_both(trainer: Process, roll
 
 def test_without_a_way_out_by_ipv4_a_hub_of_all_interfaces_is_one_of_both_families(trainer: Process) -> None:
     """On a host that has IPv6 alone nobody would reach it otherwise."""
+    subprocess.run(["ip", "-n", f"{NAME}inside", "route", "del", "default"], capture_output=True, check=False)
     address = trainer.everywhere(port=7090)
     assert address == "tcp://[::]:7090"
     trainer.hub(address=address)
