@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -129,7 +130,7 @@ class Sender:
 
     def __init__(self, changes: Changes, offer: Offer) -> None:
         self._changes = changes
-        self._offer = offer
+        self._offer = weakref.ref(offer)  # which has this: a cycle would keep its memory
 
     def wanted(self) -> None:
         """Note that a reader could take deltas."""
@@ -137,14 +138,16 @@ class Sender:
 
     def find(self, segment: int, bases: Sequence[bytes], rate: float) -> list[Step] | None:
         """Return what turns one of these bases into this segment; None: send it whole. rate: as of `Deltas.made`."""
-        manifest, wanted = self._offer.manifest, self._offer.manifest.digest(segment)
+        if (mine := self._offer()) is None:
+            return None
+        manifest, wanted = mine.manifest, mine.manifest.digest(segment)
         start, stop = manifest.segment_range(segment)
         most = int(codec.WORTH * (stop - start))
         if (found := self._changes.deltas.chain(bases, wanted, most)) is not None:
             return found
-        for other in self._changes.alike(self._offer.key, manifest):
+        for other in self._changes.alike(mine.key, manifest):
             if other.manifest.digest(segment) in bases:
-                delta = self._changes.make(other, self._offer, segment, rate)
+                delta = self._changes.make(other, mine, segment, rate)
                 return None if delta is None else [Step(other.manifest.digest(segment), delta)]
         return None
 

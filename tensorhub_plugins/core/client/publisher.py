@@ -50,6 +50,7 @@ HELD = "every tensor of the model as a Held, as `held_run`, `fsdp1_parts` and `f
 PAIRS = "pairs of a name and a tensor"
 BEGIN_S = 60.0  # at least: a former incarnation on another host expires after 15 s of silence
 UNPUBLISH_S = 30.0  # for readers of an old version to finish before they are disconnected
+AHEAD_S = 1.0  # at most, for deltas of an old version that are being made to break off, and its memory to be free
 
 
 def _start_of_ranks() -> str:
@@ -157,7 +158,7 @@ class Publisher(OfThisProcess):
         if model:
             self._reserve(self._plain(self._pieces_of(map(self._cast_spec, self._mine))))
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._is_publishing = False
+        self._is_publishing, self._ahead = False, threading.Lock()  # held while a version that is over stays for deltas
         # Started with the first version that is over.
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
 
@@ -235,6 +236,8 @@ class Publisher(OfThisProcess):
         version, started = self.version(step), time.monotonic()
         deadline = Deadline.after(self.timeout_s)
         self._is_publishing = True
+        if self._ahead.acquire(timeout=AHEAD_S):  # deltas break off; what they kept may be the memory for this version
+            self._ahead.release()
         try:
             try:
                 taken = snapshot(version, deadline)
@@ -289,6 +292,7 @@ class Publisher(OfThisProcess):
         self._sent = report.manifest
         self._whole = whole
         calls.stays()
+        self._is_publishing = False  # the deltas of what is over have time now
         while len(self._published) > self.keep:
             self._retired.put(self._published.popleft())
             if self._retiring.ident is None:
@@ -461,10 +465,16 @@ class Publisher(OfThisProcess):
                 with contextlib.suppress(NotPublished, VersionGone):
                     self.client.wait(newer_than=version, timeout_s=UNPUBLISH_S)
                 # While both versions are here, and not while the next one wants the memory.
-                self.client.changes.make_ahead(version, CHECKPOINT, self._has_no_time)
-                self.client.unpublish(version, CHECKPOINT, timeout_s=UNPUBLISH_S)
+                with self._ahead:
+                    self.client.changes.make_ahead(version, CHECKPOINT, self._has_no_time)
+                    if self._is_publishing:
+                        self._unpublish(version)
+                self._unpublish(version)
             except TensorHubError as error:
                 log.warning("%s: version %d was not withdrawn: %s", self.worker, version, error)
+
+    def _unpublish(self, version: int) -> None:
+        self.client.unpublish(version, CHECKPOINT, timeout_s=UNPUBLISH_S)
 
     def _has_no_time(self) -> bool:
         return self._is_publishing or not self._retired.empty()

@@ -14,7 +14,7 @@ from tensorhub_plugins.core.deltas.frame import CHAIN_MAX, Step, links_of
 
 SIZE_BYTES_MAX = 256 << 20  # of all deltas; more, where the shards are large:
 SHARE_OF_SHARD = 8  # an eighth of the largest shard that is read or served
-ENTRY_SIZE_BYTES = 256  # of an entry beside the delta: keys and dictionaries
+ENTRY_SIZE_BYTES = 640  # of an entry beside the delta: keys and dictionaries, as measured
 TRIED_AGAIN_AFTER = 32  # refusals: what was not worth it may be so by now
 WEIGHT = 0.25  # of the last one, in a moving average
 

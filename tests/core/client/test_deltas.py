@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from client_stage import RUNTIME
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Location, version_of
+from tensorhub_plugins.core.client.changes import Changes
+from tensorhub_plugins.core.client.publisher import Publisher
 from tensorhub_plugins.core.deltas import native
 from tensorhub_plugins.core.deltas.pace import Pace
 
@@ -257,6 +266,71 @@ def test_a_run_with_a_hub_that_restarts_a_joiner_and_an_attempt_that_is_resumed(
     joined = {("steady", 1), ("misses", 1), ("joins", 5)}
     assert whole <= {*joined, *((client.replica, again) for client in (steady, misses, joins))} and whole >= joined
     assert 0 < wire["misses", 4] < SIZE // 5 and all(wire.values())
+
+
+def test_what_is_offered_no_more_is_freed_without_a_garbage_collection(stage):
+    """A training loop may switch the collector off; a version that waits for it costs the memory of another one."""
+    trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
+    left = []
+
+    def fresh(value: int) -> dict[str, torch.Tensor]:
+        array = np.full(SIZE // 4, value, np.int16)
+        left.append(weakref.ref(array))
+        return {"a": torch.from_numpy(array)}
+
+    gc.disable()
+    try:
+        for version in (1, 2, 3):
+            trainer.publish(version, fresh(version), copy=False)
+            rollout.replicate(fresh(0), version)
+        for client in (trainer, rollout):
+            client.unpublish(1)
+            client.unpublish(2)
+        soon = time.monotonic() + 10.0
+        while any(each() is not None for each in left[:4]) and time.monotonic() < soon:
+            time.sleep(0.01)  # threads of reads that have ended
+        assert [each() is None for each in left] == [True] * 4 + [False] * 2
+    finally:
+        gc.enable()
+
+
+def test_deltas_that_are_being_made_keep_no_memory_from_the_next_version(stage, monkeypatch):
+    began = threading.Event()
+
+    def make_ahead(self: Changes, version: int, layout: str, is_over: Callable[[], bool]) -> int:
+        began.set()
+        while not is_over():
+            time.sleep(0.001)
+        time.sleep(0.05)  # the segment that it is at
+        return 0
+
+    monkeypatch.setattr(Changes, "make_ahead", make_ahead)
+    tensors = {"a": torch.zeros(SIZE // 4)}
+    trainer = stage.client("trainer", memory_budget_bytes=2 * SIZE, over_budget="refuse")
+    publisher = Publisher(trainer, rank=0, ranks=1, worker="trainer/0", keep=1, timeout_s=10)
+    for step in (1, 2, 3, 4):
+        publisher.publish(step, tensors.items())
+        tensors["a"] += 1
+        assert step == 1 or began.wait(10)
+        began.clear()
+    assert len(trainer._serving.pool._handed_out) == 2
+    publisher.close()
+
+
+def test_what_is_over_has_time_for_deltas_as_soon_as_the_next_one_is_there(stage):
+    noted = []
+
+    class Noted(queue.SimpleQueue):  # type: ignore[type-arg]
+        def put(self, version: Any) -> None:  # type: ignore[override]
+            noted.append(publisher._is_publishing)
+            super().put(version)
+
+    publisher = Publisher(stage.client("trainer"), rank=0, ranks=1, worker="trainer/0", keep=1, timeout_s=10)
+    publisher._retired = Noted()
+    for step in (1, 2):
+        publisher.publish(step, weights().items())
+    assert noted == [False]
+    publisher.close()
 
 
 @pytest.fixture(autouse=True)
