@@ -60,17 +60,19 @@ class Deltas:
         there is none."""
         with self._lock:
             paths: list[tuple[bytes, list[Step]]] = [(wanted, [])]
+            seen = {wanted}  # each is visited once, however many ways lead there
             for _ in range(CHAIN_MAX):
                 further: list[tuple[bytes, list[Step]]] = []
                 for digest, steps in paths:
                     for base in self._bases.get(digest, ()):
                         delta = self._kept[base, digest]
                         path = [Step(base, delta), *steps]
-                        if not delta or sum(len(step.delta) for step in path) > size_bytes_max:
+                        if base in seen or not delta or sum(len(step.delta) for step in path) > size_bytes_max:
                             continue
                         if base in bases:
                             self._use(path, wanted)
                             return path
+                        seen.add(base)
                         further.append((base, path))
                 paths = further
         return None

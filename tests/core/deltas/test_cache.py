@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -108,3 +109,23 @@ def test_nonsense_is_no_chain(frame):
 def test_too_long_a_chain_is_refused():
     with pytest.raises(ValueError):
         steps_of(memoryview(b"".join(frame_of([Step(A, b"")] * (CHAIN_MAX + 1)))))
+
+
+def test_a_chain_is_looked_for_once_along_each_delta():
+    """A peer may name what it likes between the first and the last; there were as many ways as it took."""
+
+    class Looked(list[bytes]):
+        count = 0
+
+        def __contains__(self, digest: object) -> bool:
+            self.count += 1
+            return super().__contains__(digest)
+
+    deltas, wide, deep = Deltas(), 10, 5
+    names = [[bytes([layer, each] * 8) for each in range(wide)] for layer in range(deep)]
+    for older, newer in pairwise(names):
+        for base, made in product(older, newer):
+            deltas.put(base, made, b"delta")
+    bases = Looked([b"n" * 16])
+    assert deltas.chain(bases, names[-1][0], 1000) is None
+    assert bases.count <= wide * wide * (deep - 1)
