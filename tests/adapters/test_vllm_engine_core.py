@@ -63,6 +63,8 @@ class Core(RecordedEngine):
         done: Future[Any] = Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 done.set_result(action())
             except Exception as error:

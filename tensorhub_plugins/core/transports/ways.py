@@ -8,6 +8,7 @@ told counts, unless another one was measured to be clearly faster: the first rea
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -23,8 +24,8 @@ class Ways:
     """The endpoints of all sources of this process. `now`: of time.monotonic()."""
 
     def __init__(self) -> None:
-        self._shut_until: dict[str, float] = {}
-        self._rates: dict[str, tuple[float, float]] = {}  # bytes/s, and until when that counts
+        self._shut_until: OrderedDict[str, float] = OrderedDict()
+        self._rates: OrderedDict[str, tuple[float, float]] = OrderedDict()  # bytes/s, and until when that counts
 
     def order(self, endpoints: Sequence[str], now: float) -> list[str]:
         """Return the endpoints of one source in the order in which to try them."""
@@ -54,11 +55,11 @@ class Ways:
         return rate if now < until else 0.0
 
 
-def _put(known: dict[str, T], endpoint: str, value: T) -> None:
+def _put(known: OrderedDict[str, T], endpoint: str, value: T) -> None:
     known.pop(endpoint, None)
     known[endpoint] = value
-    for oldest in tuple(known)[:-KNOWN_MAX]:  # of what other threads have put meanwhile, too
-        known.pop(oldest, None)
+    while len(known) > KNOWN_MAX:
+        known.popitem(last=False)  # one step: going through a dict would be many, and other threads put into it
 
 
 WAYS = Ways()  # each call is one step, so several threads may use it

@@ -530,7 +530,7 @@ def test_a_large_table_is_decoded_like_a_small_one():
     gc.collect()
     found = TensorTable.decode(encoded)
     assert len(encoded) > LARGE_SIZE_BYTES and found == table()
-    assert {"offsets", "_block_ends", "spans"} <= found.__dict__.keys()
+    assert {"offsets", "_layout", "spans"} <= found.__dict__.keys()
     for bad in (encoded[:-1], encoded + b"x", b"\x91\x91\x91" * 2_000_000, b"\xdd\xff\xff\xff\xff" * 1_000_000):
         with pytest.raises((ProtocolError, *DECODE_ERRORS)):
             TensorTable.decode(bad)
