@@ -95,6 +95,7 @@ COMMANDS = (
     "keygen",
     "status",
     "top",
+    "timeline",
     "pin",
     "unpin",
     "withdraw",
