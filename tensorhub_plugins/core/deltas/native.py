@@ -40,15 +40,14 @@ class NativeKernel:
         count, size = old.size, old.dtype.itemsize
         positions = np.empty(-(-count // 8) if bitmap else count + count // 255 + 1, np.uint8)
         steps, large, sizes = np.empty(count, np.uint8), np.empty(count, old.dtype), np.zeros(3, np.int64)
-        self._library[f"difference_b{size}"](
-            *_addresses(old, new), _long(count), int(bitmap), *_addresses(positions, steps, large, sizes)
-        )
+        function = getattr(self._library, f"difference_b{size}")  # by a key it is another one, and a cycle, each time
+        function(*_addresses(old, new), _long(count), int(bitmap), *_addresses(positions, steps, large, sizes))
         taken = sizes.tolist()
         return Streams(positions[: taken[0]], steps[: taken[1]], large[: taken[2]])
 
     def apply(self, target: Elements, streams: Streams, *, bitmap: bool) -> None:
         sized = [each for stream in streams for each in (*_addresses(stream), _long(stream.size))]
-        function = self._library[f"apply_b{target.dtype.itemsize}"]
+        function = getattr(self._library, f"apply_b{target.dtype.itemsize}")
         if function(*_addresses(target), _long(target.size), int(bitmap), *sized):
             raise ValueError("positions and steps that are of no such array")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import zlib
 
 import numpy as np
@@ -160,3 +161,27 @@ def test_without_a_compiler_numpy_does_the_work(monkeypatch):
     monkeypatch.setattr(native, "_kernel", NUMPY)
     native._compile_quietly(native_kernel)
     assert native.kernel() is native_kernel()
+
+
+@pytest.mark.parametrize("kernel_of", [lambda: NUMPY, native_kernel], ids=["numpy", "native"])
+def test_they_leave_nothing_for_a_garbage_collection(kernel_of):
+    kernel, spans = kernel_of(), [Span(0, 2000, 2), Span(2000, 3000, 1)]
+    old = np.arange(3000, dtype=np.uint8)
+    new = old.copy()
+    new[::100] += 1
+
+    def both() -> None:
+        delta = encode(old, new, spans, kernel)
+        assert delta is not None
+        apply(old.copy(), delta, spans, kernel)
+
+    both()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        for _ in range(100):
+            both()
+        assert len(gc.get_objects()) - before < 100
+    finally:
+        gc.enable()
