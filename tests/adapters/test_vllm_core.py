@@ -403,6 +403,7 @@ def test_an_engine_follows_when_its_owner_says_how_and_tells_it_everything(hub: 
         trainer.unpin()
         answered(owned, "tensorhub_ask", "release", [])
         assert not news(owned, lambda told: told["version"] == 2)["refusal"][0]
+        assert answered(owned, "tensorhub_ask", "hold", [2])[1] == 2, "after the install has ended"
         assert owned.log == ["tensorhub_connect", *SWITCH, *SWITCH]
         assert answered(owned, "tensorhub_leave") is None and owned.log[-1] == "tensorhub_close"
         names = [line for line in status_text(fetch_status(hub.address)).splitlines() if "rollout-0-follow" in line]
