@@ -26,6 +26,7 @@ from tensorhub_plugins.vllm.names import NAME
 MIN_VERSION, WAIT, VERSION = b"x-tensorhub-min-version", b"x-tensorhub-wait", b"x-tensorhub-version"
 IN_BODY = "min_version"
 WAIT_S, WAIT_MAX_S, POLL_S = 10.0, 600.0, 0.1
+SHARED_S = 0.05  # for so long what the engine has said answers other requests that wait, too
 BEHIND_S = 60.0
 SCRAPE_S = 2.0  # for the engine to say how it does; it may be busy with an install
 
@@ -81,6 +82,8 @@ class Admission:
     def __init__(self, app: App, *, state: Any) -> None:
         """Stand before this application. state: of vLLM's own one, which gets its engine later."""
         self._app, self._state = app, state
+        self._asking, self._asked_at = asyncio.Lock(), -SHARED_S
+        self._said: Following | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         engine = getattr(self._state, "engine_client", None)
@@ -103,6 +106,14 @@ class Admission:
     async def _following(self, engine: Any) -> Following | None:
         return furthest_behind(await of_all_cores(engine.engine_core, "tensorhub_status"))
 
+    async def _shared(self, engine: Any) -> Following | None:
+        """Return the same of at most SHARED_S ago: all requests that wait share one question to the engine."""
+        async with self._asking:
+            if time.monotonic() - self._asked_at >= SHARED_S:
+                self._said = await self._following(engine)
+                self._asked_at = time.monotonic()
+            return self._said
+
     async def _admit(self, engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         given: object = headers[MIN_VERSION].decode("latin-1") if MIN_VERSION in headers else None
@@ -119,7 +130,7 @@ class Admission:
             return
         deadline = time.monotonic() + wait_s
         while True:
-            said = await self._following(engine)
+            said = await self._shared(engine)
             if said is not None and said["version"] >= wanted and not said["broken"]:
                 break
             why = refusal_of(said, wanted)

@@ -97,6 +97,29 @@ def test_it_is_refused_with_what_there_is() -> None:
     assert Server(said(version_of(1, 3))).post(b"{}", x_tensorhub_min_version="1/2")[0] == 200
 
 
+def test_of_many_that_wait_one_asks() -> None:
+    server = Server(said(5))
+
+    async def ask() -> int:
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"{}"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        given = [(b"x-tensorhub-min-version", b"7"), (b"x-tensorhub-wait", b"0.2")]
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": given}
+        await server.middleware(scope, receive, send)
+        return int(sent[0]["status"])
+
+    async def ask_all() -> list[int]:
+        return list(await asyncio.gather(*(ask() for _ in range(200))))
+
+    assert set(asyncio.run(ask_all())) == {409} and server.asked < 200  # one by one they would have asked 600 times
+
+
 @pytest.mark.parametrize(
     ("says", "why"),
     [
