@@ -27,7 +27,7 @@ from tensorhub_plugins.core import machine
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.operations.status import fetch_status
-from tensorhub_plugins.core.process import raise_files_max
+from tensorhub_plugins.core.process import limits_of, raise_files_max
 from tensorhub_plugins.core.protocol import advertised
 from tensorhub_plugins.core.protocol.advertised import Advertised
 from tensorhub_plugins.core.protocol.reach import format_address
@@ -115,7 +115,7 @@ def limits(root: Path = machine.ROOT, child: str = OF_A_CHILD) -> Iterator[Check
     files = raise_files_max()
     todo = "raise the hard limit (`ulimit -Hn`, LimitNOFILE=, --ulimit nofile=)" if files < FILES_FEW else ""
     yield Check("open files", f"{files}", todo)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    soft, _ = limits_of(resource.RLIMIT_NPROC)
     counts = [int(each) for each in (machine.pids_max(root),) if each.isdecimal()]
     counts += [] if soft == resource.RLIM_INFINITY else [soft]
     is_few = min(counts, default=THREADS_FEW) < THREADS_FEW
@@ -172,7 +172,7 @@ def devices() -> Iterator[Check]:
         ports, problems = rails.find_ports()
         found = ", ".join(port.name for port in ports) or "no usable port"
         yield Check("rdma", found, "" if ports else "; ".join(problems)[:300] or "see `ibv_devinfo`")
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        soft, _ = limits_of(resource.RLIMIT_MEMLOCK)
         is_free = soft == resource.RLIM_INFINITY
         todo = "" if is_free else "`ulimit -l unlimited` (LimitMEMLOCK=infinity, --ulimit memlock=-1)"
         yield Check("locked memory", "unlimited" if is_free else f"{soft} bytes", todo)

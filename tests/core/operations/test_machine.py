@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -65,6 +66,15 @@ def test_limits_that_are_too_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     low = list(machine.limits(tmp_path, child="print(8)"))  # no process has memory there
     assert low[0].found.startswith("0.4 GB free of 0.9")
     assert len(low) == 6 and all(check.to_do for check in low)
+
+
+def test_a_sandbox_that_forbids_to_ask_for_limits_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(kind: int) -> tuple[int, int]:
+        raise PermissionError(1, "Operation not permitted")
+
+    before = [check.name for check in machine.limits()]
+    monkeypatch.setattr(resource, "getrlimit", forbidden)
+    assert [check.name for check in machine.limits()] == before
 
 
 def test_ports_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
