@@ -64,6 +64,8 @@ def fits(mutant: Mutant, root: Path = ROOT) -> str | None:
 def survivors(mutants: Iterable[Mutant]) -> list[str]:
     """Return a line for each mutant that its test does not fail for; a test that fails without it is one, too."""
     mutants = list(mutants)
+    if not mutants:  # without a name pytest would run all tests
+        return []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
         for number in range(SIDE_BY_SIDE):

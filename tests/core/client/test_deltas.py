@@ -16,10 +16,13 @@ import torch
 from client_stage import RUNTIME
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Location, version_of
-from tensorhub_plugins.core.client.changes import Changes
+from tensorhub_plugins.core.client.changes import Changes, spans_of
 from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.core.deltas import native
+from tensorhub_plugins.core.deltas import codec, native
 from tensorhub_plugins.core.deltas.pace import Pace
+from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.types import ShardKey
 
 HERE, THERE, ELSEWHERE = (Location(host=name) for name in "abc")
 SIZE = 1 << 20
@@ -152,6 +155,21 @@ def test_where_nearly_everything_has_changed_it_is_read_whole(stage):
     assert equal(fetched.tensors(), weights(2)) and fetched.report.wire_size_bytes <= SIZE * 1.01
 
 
+def of_other_bytes(
+    old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], manifest: Manifest, segment: int
+) -> bytes:
+    """A delta without a flaw, of a segment that nobody has published."""
+    start, stop = manifest.segment_range(segment)
+    before, after = (
+        np.concatenate([np.frombuffer(view, np.uint8) for view in Slab.adopt(each).readable(start, stop)])
+        for each in (old, new)
+    )
+    after[7] ^= 1
+    made = codec.encode(before, after, spans_of(manifest, segment), codec.NUMPY)
+    assert made is not None
+    return made
+
+
 def test_a_poisoned_delta_two_hops_away_ends_in_the_whole_segment(stage):
     """What `one` keeps of what it received is damaged; `two` repairs itself over the same link, and blames nobody."""
     trainer, one, two = (
@@ -167,10 +185,13 @@ def test_a_poisoned_delta_two_hops_away_ends_in_the_whole_segment(stage):
     trainer.close()
     kept = one._serving.changes.deltas._kept
     assert len(kept) > 8
+    manifest = one.find(ShardKey(2, CHECKPOINT)).manifest
+    segments = {manifest.digest(segment): segment for segment in range(manifest.segment_count)}
     for number, (key, delta) in enumerate(list(kept.items())):
         damaged = bytearray(delta)
         damaged[-1 - number % 40] ^= 1 + number % 255
-        kept[key] = [bytes(damaged), b"", delta[: len(delta) // 2]][number % 3]
+        other = of_other_bytes(v1, v2, manifest, segments[key[1]])
+        kept[key] = [bytes(damaged), b"", delta[: len(delta) // 2], other][number % 4]
     first, second = list(kept)[:2]
     kept[first], kept[second] = kept[second], kept[first]
     fetched = follow(two, 2)
