@@ -48,7 +48,7 @@ def told(spans: Sequence[Span], *, split: bool) -> dict[str, Any]:
 
 def reported_as(choice: str, rollout: Any) -> str:
     """Return how samples of several versions are handed to verl's client. "auto": split where the client of this
-    trainer understands pieces (verl chooses the client by the trainer, see versions.py)."""
+    trainer understands pieces (verl chooses the client by the trainer)."""
     if choice != "auto":
         return choice
     root = rollout._get_root()

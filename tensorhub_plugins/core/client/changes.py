@@ -200,33 +200,33 @@ class Bases:
         """Forget what the slab held of this segment: it is about to be overwritten."""
         self._was.pop(segment, None)
 
-    def patch(self, segment: int, frame: memoryview, views: Sequence[memoryview]) -> bool:
-        """Make the segment of a base and the deltas of a frame; return whether something came of it: its digest shows
-        whether that is what was published. views: the segment's memory in the slab."""
+    def patch(self, segment: int, frame: memoryview, views: Sequence[memoryview]) -> list[Step] | None:
+        """Make the segment of a base and the deltas of a frame, and return these if something came of it: its digest
+        shows whether that is what was published. views: the segment's memory in the slab."""
         try:
             steps = steps_of(frame)
         except ValueError:
-            return False
+            return None
         if not self._bring(segment, steps[0].base, views):
-            return False
+            return None
         spans, is_whole = spans_of(self._manifest, segment), len(views) == 1
         target = np.frombuffer(views[0], np.uint8) if is_whole else _joined(views)
         try:
             for step in steps:
                 codec.apply(target, step.delta, spans, native.kernel())
         except ValueError:
-            return False
+            return None
         if not is_whole:
             copy_views([target.data], views)
-        return True
+        return steps
 
-    def patched(self, segment: int, frame: memoryview, *, is_right: bool) -> None:
-        """Note whether the result has the digest of what was published. Right deltas are kept, for others."""
+    def patched(self, segment: int, steps: Sequence[Step] | None) -> None:
+        """Note whether the result has the digest of what was published; None: it has not. Right deltas are kept, for
+        others."""
         self.forget(segment)
-        if not is_right:
+        if steps is None:
             self._wrong += 1
             return
-        steps = steps_of(frame)
         for step, (base, made) in zip(steps, links_of(steps, self._manifest.digest(segment)), strict=True):
             self._changes.deltas.put(base, made, step.delta)
 

@@ -467,9 +467,9 @@ class Publisher(OfThisProcess):
                 # While both versions are here, and not while the next one wants the memory.
                 with self._ahead:
                     self.client.changes.make_ahead(version, CHECKPOINT, self._has_no_time)
-                    if self._is_publishing:
+                    if self._is_publishing:  # which waits for it
                         self._unpublish(version)
-                self._unpublish(version)
+                self._unpublish(version)  # nothing, if that was done
             except TensorHubError as error:
                 log.warning("%s: version %d was not withdrawn: %s", self.worker, version, error)
 

@@ -7,7 +7,7 @@ history: a worker that holds the first and wants the second can use it, whicheve
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from tensorhub_plugins.core.deltas.frame import CHAIN_MAX, Step, links_of
@@ -29,7 +29,6 @@ class Deltas:
         self._bases: dict[bytes, dict[bytes, None]] = {}  # by what is made
         self._making: set[tuple[bytes, bytes]] = set()
         self._worth = _Worth()
-        self.counts: Counter[str] = Counter()
 
     @property
     def size_bytes(self) -> int:
@@ -89,14 +88,12 @@ class Deltas:
                 self._kept.move_to_end(key)
                 return self._kept[key] or None
             if not self._worth.is_worth(rate):
-                self.counts["too slow"] += 1
                 return None
             self._making.add(key)
         delta = None
         try:
             delta = make()
             self.put(base, wanted, delta or b"")
-            self.counts["made" if delta else "not worth it"] += 1
         finally:
             with self._lock:
                 self._making.discard(key)

@@ -129,10 +129,6 @@ def _add(spans: list[Span], start: int, stop: int, size: int) -> None:
 # --- one span ---
 
 
-def _elements(segment: Bytes, span: Span) -> Elements:
-    return segment[span.start : span.stop].view(UNSIGNED[span.element_size])
-
-
 def _encode_span(old: Elements, new: Elements, *, bitmap: bool, kernel: Kernel) -> Iterator[bytes]:
     positions, steps, large = kernel.difference(old, new, bitmap=bitmap)
     if not steps.size:

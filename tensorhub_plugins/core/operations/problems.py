@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tensorhub_plugins.core.types import version_label
 
 LATE_S = 60.0
-PACES = 5  # a trainer's next version may take so many times as long as the last ones
+PACE_TIMES = 5  # as long as the last ones a trainer's next version may take
 CONNECTIONS_FEW = 256  # that a hub can still accept
 NAMES_MAX = 3  # of workers in one line
 HUB = "the hub"
@@ -64,7 +64,7 @@ def _versions(model: Report, hub: str, late_s: float) -> Found:
     if is_complete and newest and not any(worker["bytes_published"] for worker in model["workers"]):
         what = f"no trainer is connected; the newest version, {version_label(newest)}, is of {ago(age_s)} ago"
         yield "no_trainer", what, "if the run has not ended: see the trainer's log"
-    elif pace_s and age_s > max(late_s, PACES * pace_s):
+    elif pace_s and age_s > max(late_s, PACE_TIMES * pace_s):
         what = f"the trainer has published nothing for {ago(age_s)}; each version before took at most {ago(pace_s)}"
         yield "trainer_late", what, "see its log, and how long it waits for rollouts"
 

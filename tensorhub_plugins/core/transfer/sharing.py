@@ -82,8 +82,8 @@ class Source:
         return came_at if now - came_at > self.limits.waits_s else self.last_at
 
     def arrived(self, segment: int, now: float, *, waited: bool, by_delta: bool = False) -> None:
-        """Count a segment from it. waited: it had to wait for the bytes itself, so that this is not its speed. by_delta
-        what has changed came: a hundred of these take as long as a whole one, so their rates are not compared."""
+        """Count a segment from it. waited: it had to wait for the bytes itself, so that this is not its speed.
+        by_delta: what has changed came, and a hundred of these take as long as a whole one: rates are not compared."""
         del self.assigned[segment]
         self.given.append(segment)
         self.last_at = now

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from tensorhub_plugins.core.deltas.frame import Step
 from tensorhub_plugins.core.deltas.pace import Pace
 from tensorhub_plugins.core.errors import UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
@@ -112,12 +113,14 @@ class Bases(Protocol):
         """Forget what the slab held of this segment: it is about to be overwritten."""
         ...
 
-    def patch(self, segment: int, frame: memoryview, views: Sequence[memoryview]) -> bool:
-        """Make the segment of a base and of the deltas in the frame, in these views; False: that is not possible."""
+    def patch(self, segment: int, frame: memoryview, views: Sequence[memoryview]) -> list[Step] | None:
+        """Make the segment of a base and of the deltas in the frame, in these views, and return the deltas; None: that
+        is not possible."""
         ...
 
-    def patched(self, segment: int, frame: memoryview, *, is_right: bool) -> None:
-        """Note whether the result has the digest of what was published. Right deltas are kept, for others."""
+    def patched(self, segment: int, steps: Sequence[Step] | None) -> None:
+        """Note that the result of these has the digest of what was published, and keep them, for others; None: that
+        nothing right came of it."""
         ...
 
     def pace(self, peer: str) -> Pace:

@@ -77,9 +77,9 @@ class Patches:
             return None
         frame, self._frame = memoryview(self._frame), None
         with self._plan.receiving(segment) as views:
-            is_right = self._bases.patch(segment, frame, views)
-        is_right = is_right and self._plan.digest(segment) == self._manifest.digest(segment)
-        self._bases.patched(segment, frame, is_right=is_right)
+            steps = self._bases.patch(segment, frame, views)
+        is_right = steps is not None and self._plan.digest(segment) == self._manifest.digest(segment)
+        self._bases.patched(segment, steps if is_right else None)
         if not is_right:
             self._wrong.add(segment)
             self._again.append(segment)
