@@ -158,6 +158,12 @@ def tensors() -> dict[str, torch.Tensor]:
     return {f"w{k}": torch.full((HELD_BYTES // 16,), float(k)) for k in range(4)}
 
 
+def _of_zeromq() -> set[str]:
+    """Return the names of the threads that ZeroMQ has begun. A thread has its name when it has set its policy: one that is
+    refused that ends the process, and the last to begin may do so after a client has connected."""
+    return {Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")}
+
+
 class Case:
     """What is there before something is refused: of a Client only where the call is not to make one."""
 
@@ -166,6 +172,8 @@ class Case:
         self.mine = tensors()
         self.version = 1
         self.client = self.connect() if connected else None
+        while connected and len(_of_zeromq() & {"ZMQbg/Reaper", "ZMQbg/IO/0"}) < 2:
+            time.sleep(0.001)
 
     def connect(self, model: str = "m") -> Client:
         return Client(self.hub, run="r", model=model, replica=self.name, connect_timeout_s=TIMEOUT_S)
