@@ -134,6 +134,11 @@ def _lacks(error: BaseException, *, forbidden: bool) -> str | None:
     return None
 
 
+def is_forbidden(error: BaseException | None) -> bool:
+    """Return whether this process was not permitted a system call with which it would have reached a peer."""
+    return isinstance(error, OSError) and error.errno in FORBIDDEN
+
+
 @contextmanager
 def named() -> Iterator[None]:
     """Raise what the system refuses within as `ResourceRefused`. Decorates each public call."""

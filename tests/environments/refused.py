@@ -159,8 +159,8 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def _of_zeromq() -> set[str]:
-    """Return the names of the threads that ZeroMQ has begun. A thread has its name when it has set its policy: one that is
-    refused that ends the process, and the last to begin may do so after a client has connected."""
+    """Return the names of all threads. One of ZeroMQ's has its name when it has set its policy: where that is
+    refused it ends the process, and the last to begin may do so after a client has connected."""
     return {Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")}
 
 

@@ -128,8 +128,8 @@ def leases(stage: Stage) -> list[dict[str, Any]]:
 
 
 def _threads() -> list[str]:
-    """Return the names of the threads. Of those that carry calls out only the busy ones count: how many wait for the next
-    call depends on how fast the last one's caller was. One that has answered gets a moment to begin to wait."""
+    """Return the names of the threads. Of those that carry calls out only the busy ones count: how many wait for the
+    next call depends on how fast the last one's caller was. One that has answered gets a moment to begin to wait."""
     deadline = time.monotonic() + 1
     while True:
         names = sorted(thread.name for thread in threading.enumerate())

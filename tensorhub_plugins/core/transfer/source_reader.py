@@ -40,6 +40,7 @@ WITHIN_A_HOST = ("cuda_ipc", "shm")
 # A source with several endpoints.
 MEASURED = ("tcp", "tls")
 SEGMENTS_PER_WAY = 8  # of a shard, else there is little to gain
+FORBIDDEN = "; this host does not permit it, and that is not the source's fault: see its routes, firewall and sandbox"
 
 
 class _Corrupt(SourceLost):
@@ -104,6 +105,7 @@ class SourceReader:
         self._proven: Link | None = None  # bytes that were published have come over it
         self._closed = False
         self._refused = False  # the source's address refuses connections
+        self._forbidden = False  # this host's system does not let us connect there
         self._misled = False  # connected to an address that leads elsewhere from other hosts
         self._slower = ""  # the ways that it does not take, and why
         self._busy = 0  # segments that were asked for and have not arrived
@@ -245,15 +247,13 @@ class SourceReader:
                 refused = refused or found
                 problems[name] = str(error)
                 self._refused |= isinstance(error.__cause__, ConnectionRefusedError)
+                self._forbidden |= resources.is_forbidden(error.__cause__)
                 if self._link is not None:
                     self._link.close()
         if refused is not None:  # on this side: no other source could be read either
             raise refused
-        raise SourceLost(
-            _listed(problems) or nothing_in_common(self.grant.endpoints, **where),
-            peer=self.grant.worker,
-            phase="open",
-        )
+        why = _listed(problems) or nothing_in_common(self.grant.endpoints, **where)
+        raise SourceLost(why + FORBIDDEN * self._forbidden, peer=self.grant.worker, phase="open")
 
     def _open_one(self, name: str, endpoint: str, deadline: float) -> tuple[Link, Manifest]:
         """Open what is to be read at one of these endpoints. Some of them may lead to another worker, or to
@@ -391,7 +391,7 @@ class SourceReader:
         link = self._link
         if link is not None and len(self._endpoints) > 1 and not (is_cut and link is self._proven):
             WAYS.shut(link.peer, time.monotonic())
-        is_unreached = link is None or self._misled
+        is_unreached = (link is None or self._misled) and not self._forbidden
         return events.Lost(self.shard, self.grant.session, why, self._refused and is_unreached, is_unreached)
 
     def _notify(self, event: events.Event | Exception) -> None:

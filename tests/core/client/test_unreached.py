@@ -1,6 +1,8 @@
 """A source that a client could not connect to is asked last, for a minute, and costs its time once."""
 
+import errno
 import logging
+import os
 import socket
 
 import pytest
@@ -12,6 +14,7 @@ from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transfer.unreached import REMEMBERED_S, SOURCES_MAX, Unreached
 from tensorhub_plugins.core.transports import tcp
+from tensorhub_plugins.core.transports.stream import tcp_socket
 
 
 @pytest.fixture
@@ -63,6 +66,23 @@ def test_where_there_is_no_other_it_is_tried_and_the_error_says_what_to_set(stag
     trainer.close()
     with pytest.raises(DeadlineExceeded, match="TENSORHUB_ADVERTISE .* TENSORHUB_PORTS"):
         reader.fetch(1, timeout_s=1.5)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.ENOSYS])
+def test_a_connection_that_the_reader_s_own_host_forbids_is_not_the_source_s_fault(stage, monkeypatch, number):
+    trainer = stage.client("trainer", location=FAR)
+    reader = stage.client("reader", transports=("tcp",), limits=TransferLimits(open_s=0.2))
+    trainer.publish(1, tensors_of(1))
+
+    def forbids(*_):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tcp_socket, "first_connected", forbids)
+        with pytest.raises(DeadlineExceeded, match="its routes, firewall and sandbox") as raised:
+            reader.fetch(1, timeout_s=0.5)
+    assert "TENSORHUB_ADVERTISE" not in str(raised.value) and told(stage) == ""
+    assert same_bytes(reader.fetch(1, timeout_s=SOON_S).tensors(), tensors_of(1))
 
 
 def test_it_is_forgotten_after_a_minute_and_only_so_many_are_kept():
