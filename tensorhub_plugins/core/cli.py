@@ -29,7 +29,7 @@ from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
 from tensorhub_plugins.core.hub.server import Server
-from tensorhub_plugins.core.operations import machine, problems, timeline, top
+from tensorhub_plugins.core.operations import critical_path, machine, problems, timeline, top
 from tensorhub_plugins.core.operations.status import directive_text, fetch_status, status_text
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import new_session, of_all_interfaces, parse_address
@@ -160,9 +160,7 @@ def _main(arguments: list[str]) -> int:
         directive.add_argument("--run", default="default", help="as the workers have it (default: %(default)s)")
         directive.add_argument("--model", required=True, help="as the workers have it, for example actor")
     _add_doctor(commands.add_parser("doctor", help="try whether this machine, engine and model work with the store"))
-    events = commands.add_parser("timeline", help="what each version waited for, and a trace for Perfetto, of journals")
-    events.add_argument("files", nargs="+", type=Path, metavar="FILE", help="or a folder: as TENSORHUB_EVENTS names it")
-    events.add_argument("--out", type=Path, default=Path("timeline.json"), help="the trace (default: %(default)s)")
+    _add_timeline(commands.add_parser("timeline", help="what each version waited for: in words, a page and a trace"))
     fleet = commands.add_parser("fleet", help="rollouts of a running verl or OpenRLHF job: add some, drain some")
     _add_fleet(fleet.add_subparsers(dest="action", required=True))
     if arguments[:1] == ["doctor"] and arguments[1:] and arguments[1] in DOCTORS:
@@ -404,14 +402,26 @@ def _metrics(server: Server, options: argparse.Namespace) -> Iterator[None]:
         yield
 
 
+def _add_timeline(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="or a folder: as TENSORHUB_EVENTS names it"
+    )
+    words = "the page is FILE.html, the trace for Perfetto FILE.json (default: %(default)s)"
+    command.add_argument("--out", type=Path, default=Path("timeline"), metavar="FILE", help=words)
+
+
 def write_timeline(files: list[Path], out: Path) -> int:
-    """Write a trace of these journals, and say what each version waited for."""
+    """Write a page and a trace of these journals, and say what each version waited for."""
     found = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
     found = [file for file in found if not file.is_dir()]
     events = [event for file in found for event in timeline.parse(file.read_bytes().splitlines(), str(file))]
-    out.write_text(json.dumps(timeline.trace(events)))
-    print(timeline.text(timeline.slowest(events)))
-    print(f"{out}: {len(events)} events, for https://ui.perfetto.dev")
+    name = str(out.with_suffix("") if out.suffix in (".html", ".json") else out)
+    paths = critical_path.paths(events)
+    template = Path(timeline.__file__).with_suffix(".html").read_text()
+    Path(f"{name}.html").write_text(timeline.page(template, events, paths))
+    Path(f"{name}.json").write_text(json.dumps(timeline.trace(events)))
+    print(critical_path.text(paths))
+    print(f"{name}.html: {len(events)} events; {name}.json: the same for https://ui.perfetto.dev")
     return 0
 
 

@@ -11,7 +11,9 @@ is `seconds`, so the thing began at `t - seconds`. Workers are named `<replica>/
 publish        a trainer rank has published and the optimizer goes on.
                version, layout, bytes; seconds: all that this rank waited in update_weights
 fetch          a rollout worker has a version's bytes, verified (if staged: nothing was paused for it).
-               version, layout, bytes, seconds, sources {worker: bytes}, transports {name: bytes}
+               version, layout, bytes, seconds, sources {worker: bytes}, transports {name: bytes};
+               find_s: until a source was granted; reads {worker: [seconds until its last byte had come, and for
+               how many of these it had not got the bytes itself]}; lost: sources that failed on the way
 pause          a replica's engine is paused.
                version: the one it had; seconds: until it had stopped; in_flight: requests frozen
 install        a rollout worker's bytes are in its live parameters.
@@ -86,8 +88,11 @@ def record_fetch(report: Any, *, worker: str, seconds: float) -> None:
         bytes=sum(report.sources.values()),
         wire_bytes=report.wire_size_bytes,
         seconds=seconds,
+        find_s=round(report.seconds["find"], 6),
         sources=report.sources,
         transports=report.transports,
+        reads={source: [round(s, 6) for s in seconds] for source, seconds in report.reads.items()},
+        lost=len(report.losses) or None,
     )
 
 

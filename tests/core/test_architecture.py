@@ -73,6 +73,7 @@ PURE = {
     "transports.limits",
     "client.session",
     "client.shelf",
+    "operations.critical_path",
     "operations.problems",
     "operations.timeline",
 }

@@ -17,7 +17,7 @@ CEILINGS = {
     "core/hub": 5_350,
     "core/kernels": 560,
     "core/memory": 3_715,
-    "core/operations": 1_000,
+    "core/operations": 1_350,
     "core/protocol": 1_160,
     "core/security": 720,
     "core/transfer": 1_900,

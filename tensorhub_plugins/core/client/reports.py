@@ -52,7 +52,8 @@ class ReplicateReport:
     size_bytes: of all that is published. seconds by phase: "find" (until sources were granted), "read" (until all was
     verified). sources: "replica/shard" -> bytes that were read from it, fewer where not all was wanted. transports:
     name -> bytes. losses: the sources that failed on the way, and why. wire_size_bytes: what was sent for these bytes;
-    delta_size_bytes: as many of them came as deltas. What was in place already is in none of these.
+    delta_size_bytes: as many of them came as deltas. What was in place already is in none of these. reads: source ->
+    seconds until its last byte had come, and for how many of these it had not got the bytes itself.
     """
 
     version: int
@@ -66,6 +67,7 @@ class ReplicateReport:
     algorithms: dict[int, str]  # source shard -> the algorithm of its digests and root
     wire_size_bytes: int = 0
     delta_size_bytes: int = 0
+    reads: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, outcome: Outcome) -> ReplicateReport:
@@ -82,6 +84,7 @@ class ReplicateReport:
             {shard: manifest.digest_algorithm for shard, manifest in outcome.manifests.items()},
             outcome.wire_size_bytes,
             outcome.delta_size_bytes,
+            outcome.reads,
         )
 
 

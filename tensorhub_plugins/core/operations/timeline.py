@@ -1,32 +1,29 @@
-"""`tensorhub timeline`: what each version of a run waited for, by its journals (run_log.py), and a trace of all. PURE.
+"""`tensorhub timeline`: the journals of a run (run_log.py) as a page and as a trace. PURE.
 
-The trace is for Perfetto (https://ui.perfetto.dev, or chrome://tracing): a process for each replica, a lane for each
-worker. Journals of several hosts are compared by their clocks: what is less than those differ by means nothing.
+The page (timeline.html) needs no server, and asks none for anything: a lane for each worker, and each version's path
+(critical_path.py). The trace is for Perfetto (https://ui.perfetto.dev, chrome://tracing): a process for each replica.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.types import printable, version_label
+from tensorhub_plugins.core.operations.critical_path import Path, began, replica_of, seconds_of, summary
+from tensorhub_plugins.core.types import version_label
 
 Event = Mapping[str, Any]
 LANES = {"request": "requests", "prompt": "requests"}  # events in a lane of their own beside the worker's
 MICROSECONDS = 1_000_000
-PHASES = ("fetch", "install", "resume")  # of a version at a replica, in this order
-
-
-class Slowest(NamedTuple):
-    """The replica at which a version was in use last, and what took how many seconds on its way there."""
-
-    version: int
-    replica: str
-    seconds: float  # from the end of its publish
-    phases: dict[str, float]
-    source: str  # that most bytes of it came from; "": unknown
+DATA = "/*DATA*/null"  # in timeline.html
+KINDS = ("request", "publish", "fetch", "pause", "resume", "install", "starting", "lost", "draining", "stopping")
+QUIET = ("serve", "digests", "prompt")  # events that the page does not show
+T_MAX = 1e11  # Unix seconds: beyond it is no time
+TICKS = 10_000  # of the page's times, in a second
+BARS_MAX = 600_000  # on the page, which a browser draws at once; the newest are kept
 
 
 def parse(lines: Iterable[bytes], name: str) -> Iterator[Event]:
@@ -38,13 +35,126 @@ def parse(lines: Iterable[bytes], name: str) -> Iterator[Event]:
             raise UsageError(f"{name}: {broken}: give files of a folder that TENSORHUB_EVENTS has named")
         try:
             event = json.loads(line)
-            if not isinstance(event["event"], str) or not isinstance(event["t"], (int, float)):
+            if not isinstance(event["event"], str) or not abs(event["t"]) < T_MAX:
                 raise ValueError("event")
             yield event
         except (ValueError, KeyError, TypeError):
             broken = f"line {number} is no event"
     if broken and number == 1:
         raise UsageError(f"{name}: {broken}: give files of a folder that TENSORHUB_EVENTS has named")
+
+
+def page(template: str, events: Sequence[Event], paths: Sequence[Path], *, bars_max: int = BARS_MAX) -> str:
+    """Return the page, with all of it inside. template: timeline.html. bars_max: of more, the newest are on it, as it
+    says."""
+    text = json.dumps(page_data(events, paths, bars_max), separators=(",", ":"), default=str)
+    return template.replace(DATA, text.replace("<", "\\u003c"))
+
+
+def page_data(events: Sequence[Event], paths: Sequence[Path], bars_max: int) -> dict[str, Any]:
+    """Return what the page shows: times in ticks from the first event on, workers by their lanes' numbers."""
+    bars, marks = _bars(events)
+    first = min([began(event) for event in events if event["event"] not in QUIET], default=0.0)
+    bars.sort(key=lambda bar: bar[2])
+    left_out = bars[: max(0, len(bars) - bars_max)]
+    since = left_out[-1][2] if left_out else first
+    del bars[: len(left_out)]
+    paths = [path for path in paths if path.ended >= since]
+    trainers = {step.worker for path in paths for step in path.steps if step.kind == "publish"}
+    workers = {bar[0] for bar in bars} | {mark[0] for mark in marks} | trainers
+    workers |= {step.worker for path in paths for step in path.steps if step.worker.count("/")}
+    lanes = sorted(workers, key=lambda worker: (worker not in trainers, *_in_order(worker)))
+    number = {lane: place for place, lane in enumerate(lanes)}
+    number |= {replica_of(lane): number[lane] for lane in reversed(lanes)}  # what is a replica's is in its first lane
+    columns: list[list[int]] = [[] for _ in lanes]
+    notes = dict[str, int]()
+
+    def at(t: float) -> int:
+        return round((t - first) * TICKS)
+
+    for worker, kind, start, end, note in bars:
+        columns[number[worker]] += [at(start), at(end), kind, notes.setdefault(note, len(notes))]
+    return {
+        "began": first,
+        "ticks": TICKS,
+        "lanes": lanes,
+        "kinds": KINDS,
+        "bars": columns,
+        "notes": list(notes),
+        "marks": [[number[worker], at(t), note] for worker, t, note in marks if t >= since],
+        "paths": [_path_data(path, number, at) for path in paths],
+        "summary": list(summary(paths)),
+        "left_out": len(left_out),
+    }
+
+
+def _path_data(path: Path, number: Mapping[str, int], at: Callable[[float], int]) -> dict[str, Any]:
+    return {
+        "version": version_label(path.version),
+        "replica": path.replica,
+        "span": [at(path.began), at(path.ended)],
+        "steps": [
+            [number.get(step.worker, 0), at(step.began), at(step.ended), step.what, step.more] for step in path.steps
+        ],
+    }
+
+
+def _bars(events: Iterable[Event]) -> tuple[list[tuple[str, int, float, float, str]], list[tuple[str, float, str]]]:
+    """Return the bars (worker, kind, begin, end, note) and the marks (worker, instant, note). Requests that are under
+    way at once are one bar; of a replica's states all but the usual one are."""
+    bars, marks = list[tuple[str, int, float, float, str]](), list[tuple[str, float, str]]()
+    requests, states = dict[str, tuple[float, float, int]](), dict[str, tuple[float, str]]()
+
+    def put(worker: str, kind: str, start: float, end: float, note: str) -> None:
+        bars.append((worker, KINDS.index(kind), start, end, note))
+
+    last = 0.0
+    for event in sorted(events, key=began):
+        name, worker, ended = event["event"], str(event.get("worker") or "run"), float(event["t"])
+        last = max(last, ended)
+        if name == "request":
+            start, end, count = requests.get(worker, (began(event), 0.0, 0))
+            if count and began(event) > end:
+                put(worker, name, start, end, _requests(count))
+                start, end, count = began(event), 0.0, 0
+            requests[worker] = (start, max(end, ended), count + 1)
+        elif name == "member":
+            since, state = states.get(worker, (ended, ""))
+            if state in KINDS:
+                put(worker, state, since, ended, state)
+            states[worker] = (ended, str(event.get("state")))
+        elif name in KINDS:
+            put(worker, name, began(event), ended, f"{label(event)}{_told(event)}")
+        elif name not in QUIET:
+            marks.append((worker, ended, f"{label(event)}{_told(event)}"))
+    for worker, (start, end, count) in requests.items():
+        put(worker, "request", start, end, _requests(count))
+    for worker, (since, state) in states.items():
+        if state in KINDS:
+            put(worker, state, since, last, state)
+    return bars, marks
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
+
+
+def _told(event: Event) -> str:
+    """Return what a note says of an event besides its name."""
+    named = ("sources", "transports", "by", "in_flight", "lost", "error", "reason", "why", "what", "target", "state")
+    told = []
+    for name in named:
+        value = event.get(name)
+        if isinstance(value, dict):
+            value = " and ".join(map(str, value))
+        told += [f"{name.replace('_', ' ')} {value}"] if value not in (None, "") else []
+    return f": {', '.join(told)}" if told else ""
+
+
+def _in_order(worker: str) -> tuple[Any, ...]:
+    """Return a key by which rollout-2 comes before rollout-10."""
+    parts = re.split(r"(\d+)", worker)
+    return tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in parts)
 
 
 def trace(events: Iterable[Event]) -> dict[str, Any]:
@@ -54,7 +164,7 @@ def trace(events: Iterable[Event]) -> dict[str, Any]:
     lanes, rows = dict[tuple[str, str], int](), list[dict[str, Any]]()
     for event in events:
         worker = str(event.get("worker") or "run")
-        replica, lane = worker.partition("/")[0], LANES.get(event["event"], worker)
+        replica, lane = replica_of(worker), LANES.get(event["event"], worker)
         process = names.setdefault(replica, len(names) + 1)
         thread = lanes.setdefault((replica, lane), len(lanes) + 1)
         known = {"t", "event", "worker", "seconds"}
@@ -66,7 +176,7 @@ def trace(events: Iterable[Event]) -> dict[str, Any]:
             "ts": round((began(event) - first) * MICROSECONDS),
             "args": {name: value for name, value in event.items() if name not in known},
         }
-        seconds = _seconds(event)
+        seconds = seconds_of(event)
         rows.append(
             {**row, "ph": "X", "dur": round(seconds * MICROSECONDS)} if seconds else {**row, "ph": "i", "s": "t"}
         )
@@ -83,56 +193,3 @@ def label(event: Event) -> str:
     """Return what a slice is called: the event, and the version that it is of."""
     version = event.get("version")
     return f"{event['event']} {version_label(version)}" if isinstance(version, int) and version >= 0 else event["event"]
-
-
-def _seconds(event: Event) -> float:
-    seconds = event.get("seconds", 0.0)
-    return float(seconds) if isinstance(seconds, (int, float)) and seconds > 0 else 0.0
-
-
-def began(event: Event) -> float:
-    """Return when it began: an event is dated by its end."""
-    return float(event["t"]) - _seconds(event)
-
-
-def slowest(events: Iterable[Event]) -> list[Slowest]:
-    """Return for each version the replica at which it was in use last, of those that have resumed with it."""
-    published, resumed = dict[int, float](), dict[int, dict[str, float]]()
-    fetches, phases = dict[tuple[int, str], Event](), dict[tuple[int, str], dict[str, float]]()
-    for event in sorted(events, key=lambda event: float(event["t"])):
-        version, replica = event.get("version"), str(event.get("worker", "")).partition("/")[0]
-        if not isinstance(version, int):
-            continue
-        if event["event"] == "publish":
-            published.setdefault(version, float(event["t"]))
-        elif event["event"] == "resume":
-            resumed.setdefault(version, {}).setdefault(replica, float(event["t"]))
-        if event["event"] in PHASES:  # of several workers of a replica the slowest counts
-            of = phases.setdefault((version, replica), {})
-            of[event["event"]] = max(of.get(event["event"], 0.0), _seconds(event))
-        if event["event"] == "fetch":
-            before = fetches.get((version, replica))
-            fetches[version, replica] = event if before is None or _seconds(event) > _seconds(before) else before
-    found = []
-    for version in sorted(published.keys() & resumed.keys()):
-        replica, at = max(resumed[version].items(), key=lambda item: item[1])
-        sources = (fetches.get((version, replica)) or {}).get("sources") or {}
-        source = max(sources, key=lambda name: sources[name], default="")
-        found.append(Slowest(version, replica, at - published[version], phases.get((version, replica), {}), source))
-    return found
-
-
-def text(found: Iterable[Slowest]) -> str:
-    """Return a line for each version: which replica had it last, after how long, and what most of that was."""
-    lines = []
-    for one in found:
-        pause_s, fetch_s = one.phases.get("resume", 0.0), one.phases.get("fetch", 0.0)
-        parts = {"the fetch": fetch_s, "the pause": pause_s, "waiting to begin": one.seconds - fetch_s - pause_s}
-        worst = max(parts, key=lambda name: parts[name])
-        source = f" from {one.source}" if worst == "the fetch" and one.source else ""
-        said = ", ".join(f"{name} {max(0.0, seconds):.2f} s" for name, seconds in parts.items())
-        lines.append(
-            f"version {version_label(one.version)}: last in use at {one.replica}, {one.seconds:.2f} s after its "
-            f"publish, most of it {worst}{source} ({said})"
-        )
-    return "\n".join(map(printable, lines)) or "no version was published and resumed with: nothing to compare"

@@ -96,7 +96,8 @@ class Outcome:
     """The result of a finished transfer. seconds: "find" (until sources were granted), "read" (until all was verified).
 
     manifests: by source shard. sources: "replica/shard" -> bytes. transports: name -> bytes. wire_size_bytes: what was
-    sent for these. delta_size_bytes: of those that came by a delta.
+    sent for these. delta_size_bytes: of those that came by a delta. reads: "replica/shard" -> seconds until its last
+    byte had come, and for how many of these it had not got the bytes itself.
     """
 
     version: int
@@ -111,6 +112,7 @@ class Outcome:
     losses: tuple[str, ...] = ()
     wire_size_bytes: int = 0
     delta_size_bytes: int = 0
+    reads: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class Transfer:
@@ -141,8 +143,7 @@ class Transfer:
         self._look_at, self._stalls_at = 0.0, float("inf")  # when readers are checked next; when the first one stalls
         self._ended, self._come = False, 0  # the bytes that had come at the last check
         self._error: TensorHubError | None = None
-        self._bytes_from: Counter[str] = Counter()
-        self._bytes_by: Counter[str] = Counter()
+        self._bytes_from, self._bytes_by, self._came = Counter[str](), Counter[str](), dict[str, tuple[float, float]]()
         self._wire = self._by_delta = 0
 
     def source_gone(self, session: bytes) -> None:
@@ -173,8 +174,12 @@ class Transfer:
         return self._outcome(began)
 
     def _note(self, event: events.Event) -> None:
-        """Remember for the client's other transfers how its sources can be reached."""
+        """Remember how its sources can be reached, for the client's other transfers, and what they wait for."""
         match event:
+            case events.Arrived(shard, session, waited=waited):
+                worker, now = self._readers[shard, session].grant.worker, time.monotonic()
+                last, waited_s = self._came.get(worker, (self._granted_at or now, 0.0))
+                self._came[worker] = (now, waited_s + waited * (now - last))
             case events.Lost(_, session, _, _, True):
                 self._unreached.add(session, time.monotonic())
             case events.Opened(_, session, _, slower) if slower and self._unreached.is_first_slow(session):
@@ -199,6 +204,7 @@ class Transfer:
             tuple(self._machine.losses),
             self._wire,
             self._by_delta,
+            {worker: (at - began, waited_s) for worker, (at, waited_s) in self._came.items()},
         )
 
     def _next_event(self) -> events.Event:
@@ -323,6 +329,7 @@ class Transfer:
         self._bytes_from.clear()
         self._bytes_by.clear()
         self._wire = self._by_delta = 0
+        self._came.clear()
 
     def _join_all(self) -> None:
         readers = [*self._readers.values(), *self._left]

@@ -1,4 +1,4 @@
-"""`tensorhub timeline`: a trace that Perfetto reads, and what each version waited for, of journals."""
+"""`tensorhub timeline`: a page, a trace that Perfetto reads, and what each version waited for, of journals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tensorhub_plugins.core import run_log
 from tensorhub_plugins.core.cli import main
-from tensorhub_plugins.core.operations import timeline
+from tensorhub_plugins.core.operations import critical_path, timeline
 
 
 def journal(folder: Path, name: str, *events: dict[str, Any]) -> Path:
@@ -44,8 +44,8 @@ def test_it_says_who_was_last_and_for_what(folder: Path, capsys: pytest.CaptureF
     out.parent.mkdir()
     assert main(["timeline", str(folder), "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "version 3: last in use at b, 2.40 s after its publish, most of it the fetch from trainer/0" in said
-    rows = json.loads(out.read_text())["traceEvents"]
+    assert "version 3: 2.90 s until b had it, as the last: b/0 reads from trainer/0 2.00 s" in said
+    rows = json.loads(out.with_suffix(".json").read_text())["traceEvents"]
     names = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
     slices = {(names[row["pid"]], row["name"]): row for row in rows if row["ph"] == "X"}
     assert set(names.values()) == {"trainer", "a", "b"}
@@ -71,7 +71,14 @@ def test_a_line_that_was_cut_off_is_left_out_and_another_file_is_refused(
     out = ["--out", str(folder / "trace")]
     (folder / "a.jsonl").write_bytes((folder / "a.jsonl").read_bytes()[:-20])
     assert main(["timeline", *map(str, folder.glob("*.jsonl")), *out]) == 0
-    for text in (b"not a journal", b'{"t": "x", "event": 1}', b"\xff\n{}\n", b'[1]\n{"t": 1, "event": "x"}\n'):
+    for text in (
+        b"not a journal",
+        b'{"t": NaN, "event": "x"}',
+        b'{"t": -1e300, "event": "x"}',
+        b'{"t": "x", "event": 1}',
+        b"\xff\n{}\n",
+        b'[1]\n{"t": 1, "event": "x"}\n',
+    ):
         (folder / "other").write_bytes(text)
         assert main(["timeline", str(folder / "other"), *out]) == 1
         assert "line 1 is no event: give files of a folder" in capsys.readouterr().err
@@ -87,4 +94,5 @@ def test_values_of_any_kind_break_nothing() -> None:
         {"t": 2, "event": "resume", "version": -1, "worker": None, "seconds": -5},
         {"t": 3, "event": "fetch", "version": 4, "worker": "a/0", "sources": None},
     ]
-    assert len(timeline.trace(odd)["traceEvents"]) > 3 and timeline.slowest(odd) == []
+    assert len(timeline.trace(odd)["traceEvents"]) > 3 and critical_path.paths(odd) == []
+    assert timeline.page("/*DATA*/null", odd, []).startswith("{")
