@@ -139,11 +139,14 @@ def bare_stream(source: Host, reader: Host) -> float:
     return ended - began
 
 
-def read_at_once(version: int, source: Host, readers: Sequence[Host]) -> tuple[float, list[dict[str, Any]]]:
-    """Publish to readers that wait; return when it was published, and each reader's answer."""
+def read_at_once(
+    version: int, source: Host, readers: Sequence[Host], read: str = "read", publish: str = "publish"
+) -> tuple[float, list[dict[str, Any]]]:
+    """Publish to readers that wait; return when it was published, and each reader's answer. read, publish: their
+    methods."""
     for reader in readers:
-        reader.tell("read", version)
-    began: float = source.call("publish", version)
+        reader.tell(read, version)
+    began: float = source.call(publish, version)
     return began, [reader.answer() for reader in readers]
 
 

@@ -102,7 +102,7 @@ def play(workload, path, number, pause_s, *, join=None, equal=True):
     }
 
 
-STALLS = {"store": 0.02, "star": 0.04, "stock": 0.8}  # of every engine for every version
+STALLS = {"store": 0.02, "deltas": 0.01, "star": 0.04, "stock": 0.8}  # of every engine for every version
 JOINS = {"store": (2.0, 0.0), "star": (3.0, 0.0), "stock": (20.0, 1.5), "restart": (30.0, 28.0)}
 
 
@@ -125,13 +125,17 @@ def line(report, start):
 def test_standalone_sums_over_engines_and_takes_the_median_round():
     report = reports.make_report("standalone", plays("standalone"))
     stall = line(report, "all rollouts' stall")
-    assert stall.values == pytest.approx({"store": 0.04, "star": 0.08, "stock": 1.6})  # two engines, without warm-up
+    assert stall.values == pytest.approx(
+        {"store": 0.04, "deltas": 0.02, "star": 0.08, "stock": 1.6}
+    )  # two engines, without warm-up
     assert stall.ratio("stock") == pytest.approx(40) and stall.ratio("star") == pytest.approx(2)
     assert stall.rounds["store"] == pytest.approx([0.02, 0.04, 0.36])
     assert line(report, "the trainer waits").values["stock"] == pytest.approx(0.4)
     assert line(report, "all rollouts, until their next token").values["store"] == pytest.approx(2 * (0.02 + 0.25))
     assert line(report, "until all rollouts run it").values["stock"] == pytest.approx(3.2)
-    assert line(report, "copies").values == pytest.approx({"store": 71 / 70, "star": 142 / 70, "stock": 71 / 70})
+    assert line(report, "copies").values == pytest.approx(
+        {"store": 71 / 70, "deltas": 71 / 70, "star": 142 / 70, "stock": 71 / 70}
+    )
     tokens = line(report, "tokens of all rollouts")
     assert tokens.values["store"] == pytest.approx(4.0) and tokens.ratio("stock") == pytest.approx(1.0)
     assert report.reached and report.best_collective_s == 2 * STREAM_S
@@ -150,8 +154,8 @@ def test_what_happens_once_is_in_the_sum_and_not_in_the_median_version():
 
 def test_two_sites_count_the_remote_rollouts_alone():
     report = reports.make_report("cross", plays("cross"))
-    assert line(report, "remote").values == pytest.approx({"store": 0.04, "star": 0.08, "stock": 1.6})
-    assert line(report, "local").values == pytest.approx({"store": 0.02, "star": 0.04, "stock": 0.8})
+    assert line(report, "remote").values == pytest.approx({"store": 0.04, "deltas": 0.02, "star": 0.08, "stock": 1.6})
+    assert line(report, "local").values == pytest.approx({"store": 0.02, "deltas": 0.01, "star": 0.04, "stock": 0.8})
     assert report.best_collective_s == STREAM_S  # one remote engine
 
 

@@ -1,8 +1,10 @@
 """Deltas: the codec beside memcpy and other encodings, and whole pulls over links, with deltas and without.
 
     python -m recipes.bench.delta codec                  # by density, uniform and clustered; two minutes
-    python -m recipes.bench.delta codec --real OLD NEW   # two versions as .npy files of 16-bit elements
+    python -m recipes.bench.delta record --lr 1e-6 --out LR1E-6    # versions of a real GRPO run of recipes/verl_grpo
+    python -m recipes.bench.delta codec --real LR1E-6    # of these: one to sixteen steps
     python -m recipes.bench.delta links                  # free, 1 Gbit/s, 100 Mbit/s + 50 ms; needs root
+    python -m recipes.bench.delta picture CODEC.json REAL.json LINKS.json --out delta.svg    # what --json has saved
 
 Every result is compared bit for bit. Speeds are segment by segment, on one core, the best of some rounds in which all
 methods take turns, and shares of a memcpy of the same segments in the same round.
@@ -15,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from recipes.bench.delta import codec, links
+from recipes.bench.delta import codec, links, record
 from recipes.bench.results import save
 
 GOALS = {
@@ -37,7 +39,7 @@ def main() -> None:
     by_density.add_argument("--percent", type=float, nargs="+", default=[0.1, 0.5, 1, 2, 3, 5, 10, 30, 50, 100])
     by_density.add_argument("--segments", type=int, default=8, help="of 4 MiB")
     by_density.add_argument("--rounds", type=int, default=5)
-    by_density.add_argument("--real", type=Path, nargs=2, metavar=("OLD", "NEW"))
+    by_density.add_argument("--real", type=Path, nargs="+", metavar="FOLDER", help="that `record` has made")
     over_links = commands.add_parser("links")
     over_links.add_argument("--mib", type=int, default=64)
     over_links.add_argument("--percent", type=float, nargs="+", default=[0.1, 1, 5, 30, 100])
@@ -45,8 +47,22 @@ def main() -> None:
         "--link", nargs="+", default=["free", "1000/0", "100/50"], help="Mbit/s and round trip in ms"
     )
     over_links.add_argument("--rounds", type=int, default=3)
+    recorded = commands.add_parser("record")
+    recorded.add_argument("--lr", type=float, default=1e-6)
+    recorded.add_argument("--versions", type=int, default=21)
+    recorded.add_argument("--size", choices=("tiny", "small", "deep"), default="small", help="of the model")
+    recorded.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out")) / "bench/delta-recorded")
+    drawn = commands.add_parser("picture")
+    drawn.add_argument("files", type=Path, nargs="+", metavar="JSON")
+    drawn.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = codec.measure(options) if options.command == "codec" else links.measure(options)
+    if options.command == "picture":
+        from recipes.bench.delta.picture import draw  # matplotlib
+
+        draw(options)
+        return
+    measure = {"codec": codec.measure, "links": links.measure, "record": record.record}[options.command]
+    rows: list[dict[str, Any]] = measure(options)
     save(options.json, {"goals": GOALS, "rows": rows, "load": os.getloadavg()[0]})
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,6 +16,15 @@ from recipes.bench.delta.material import Elements, stepped, version
 from tensorhub_plugins.core.deltas import codec, native
 
 COUNT = 2 << 20  # elements of a segment of 4 MiB
+STEPS = (1, 2, 4, 8, 16)  # between two recorded versions
+Spans: TypeAlias = "list[list[codec.Span]]"
+PACK: Callable[[bytes], bytes]
+try:  # what others use; it is no dependency of ours
+    import zstandard
+
+    PACKER, PACK = "zstd-1", zstandard.ZstdCompressor(level=1).compress
+except ImportError:
+    PACKER, PACK = "zlib-1", partial(zlib.compress, level=1)
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -25,27 +35,39 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"no native form: {error}")
     print("changed  ratio  of the bound | others: " + ", ".join(OTHERS) + " | encode, apply: GB/s, of memcpy")
     if options.real:
-        old, new = (np.load(each).view(np.uint16).reshape(-1) for each in options.real)
-        count = min(COUNT, old.size)
-        pairs = [
-            (old[at : at + count].copy(), new[at : at + count].copy()) for at in range(0, old.size - count + 1, count)
+        return [
+            _row(f"{folder.name}, {steps} steps", "real", pairs, kernels, options.rounds)
+            for folder in options.real
+            for steps, pairs in _recorded(folder, options.segments)
         ]
-        return [_row("real", pairs[: options.segments], kernels, options.rounds)]
     rows = []
     for clustered in (False, True):
         for percent in options.percent if not clustered else [each for each in options.percent if each <= 30]:
             random = np.random.default_rng(int(percent * 100))
             olds = [version(random, COUNT) for _ in range(options.segments)]
             pairs = [(old, stepped(random, old, percent, clustered=clustered)) for old in olds]
-            rows.append(_row(f"{percent:g} %{' clustered' * clustered}", pairs, kernels, options.rounds))
+            kind = "clustered" if clustered else "uniform"
+            rows.append(_row(f"{percent:g} % {kind}", kind, pairs, kernels, options.rounds))
     return rows
 
 
+def _recorded(folder: Path, segments: int) -> Iterator[tuple[int, list[tuple[Elements, Elements]]]]:
+    """Yield what a reader asks for that has missed so many steps less one, to the last version that was recorded; in
+    segments of which the last one is shorter."""
+    found = sorted(folder.glob("[0-9]*.npy"))
+    numbers = [int(path.stem) for path in found]
+    for steps in STEPS:
+        if numbers[-1] - steps in numbers:
+            old, new = (np.load(found[numbers.index(number)]) for number in (numbers[-1] - steps, numbers[-1]))
+            cuts = range(0, old.size, COUNT)[:segments]
+            yield steps, [(old[at : at + COUNT].copy(), new[at : at + COUNT].copy()) for at in cuts]
+
+
 def _row(
-    name: str, pairs: list[tuple[Elements, Elements]], kernels: dict[str, codec.Kernel], rounds: int
+    name: str, kind: str, pairs: list[tuple[Elements, Elements]], kernels: dict[str, codec.Kernel], rounds: int
 ) -> dict[str, Any]:
     size_bytes = sum(new.nbytes for _, new in pairs)
-    spans = [codec.Span(0, pairs[0][0].nbytes, 2)]
+    spans = [[codec.Span(0, old.nbytes, 2)] for old, _ in pairs]
     flat = [(old.view(np.uint8), new.view(np.uint8)) for old, new in pairs]
     targets = [np.empty_like(old) for old, _ in flat]
     best: dict[str, float] = {}
@@ -59,32 +81,39 @@ def _row(
     made: list[bytes | None] = []
     for _ in range(rounds):
         timed("memcpy", lambda: [np.copyto(target, old) for target, (old, _) in zip(targets, flat, strict=True)])
-        for kind, kernel in kernels.items():
-            made = timed(f"encode {kind}", lambda k=kernel: [codec.encode(old, new, spans, k) for old, new in flat])
+        for form, kernel in kernels.items():
+            made = timed(f"encode {form}", partial(_encode_all, flat, spans, kernel))
             if None in made:
                 continue
             for target, (old, _) in zip(targets, flat, strict=True):
                 np.copyto(target, old)
             deltas = [delta for delta in made if delta is not None]
-            timed(f"apply {kind}", partial(_apply_all, targets, deltas, spans, kernel))
+            timed(f"apply {form}", partial(_apply_all, targets, deltas, spans, kernel))
             if not all(np.array_equal(target, new) for target, (_, new) in zip(targets, flat, strict=True)):
                 raise RuntimeError(f"{name}: other bytes than were encoded")
     size = sum(new.nbytes if delta is None else len(delta) for delta, (_, new) in zip(made, flat, strict=True))
     bound = sum(map(_bound_bytes, *zip(*pairs, strict=True)))
-    others = {kind: size_bytes / sum(encode(old, new) for old, new in pairs) for kind, encode in OTHERS.items()}
+    others = {other: size_bytes / sum(encode(old, new) for old, new in pairs) for other, encode in OTHERS.items()}
     speeds = {what: (size_bytes / s / 1e9, best["memcpy"] / s) for what, s in best.items()}
-    row = {"changed": name, "ratio": size_bytes / size, "of_bound": bound / size, "others": others, "speeds": speeds}
+    percent = 100 * sum(int((old != new).sum()) for old, new in pairs) / sum(old.size for old, _ in pairs)
+    row = {"changed": name, "kind": kind, "percent": percent, "ratio": size_bytes / size, "of_bound": bound / size}
+    row |= {"others": others, "speeds": speeds}
     print(
-        f"{name:16} {row['ratio']:7.1f} {row['of_bound']:6.2f} | {', '.join(f'{r:.1f}' for r in others.values())} | "
+        f"{name:22} {percent:6.2f} % {row['ratio']:7.1f} {row['of_bound']:6.2f} | "
+        + f"{', '.join(f'{r:.1f}' for r in others.values())} | "
         + ", ".join(f"{what} {gb_s:.2f} ({share:.0%})" for what, (gb_s, share) in speeds.items()),
         flush=True,
     )
     return row
 
 
-def _apply_all(targets: list[codec.Bytes], deltas: list[bytes], spans: list[codec.Span], kernel: codec.Kernel) -> None:
-    for target, delta in zip(targets, deltas, strict=True):
-        codec.apply(target, delta, spans, kernel)
+def _encode_all(pairs: Sequence[tuple[codec.Bytes, codec.Bytes]], spans: Spans, kernel: codec.Kernel) -> list[Any]:
+    return [codec.encode(old, new, own, kernel) for (old, new), own in zip(pairs, spans, strict=True)]
+
+
+def _apply_all(targets: list[codec.Bytes], deltas: list[bytes], spans: Spans, kernel: codec.Kernel) -> None:
+    for target, delta, own in zip(targets, deltas, spans, strict=True):
+        codec.apply(target, delta, own, kernel)
 
 
 def _bound_bytes(old: Elements, new: Elements) -> float:
@@ -98,17 +127,17 @@ def _bound_bytes(old: Elements, new: Elements) -> float:
     return bits / 8
 
 
-def _xor_zlib(old: Elements, new: Elements) -> int:
-    return len(zlib.compress((old ^ new).tobytes(), 1))
+def _xor(old: Elements, new: Elements) -> int:
+    return len(PACK((old ^ new).tobytes()))
 
 
-def _gap16_value_zlib(old: Elements, new: Elements) -> int:
+def _gap16_value(old: Elements, new: Elements) -> int:
     at = np.flatnonzero(old != new)
-    return len(zlib.compress(np.diff(at, prepend=-1).astype(np.uint16).tobytes() + new[at].tobytes(), 1))
+    return len(PACK(np.diff(at, prepend=-1).astype(np.uint16).tobytes() + new[at].tobytes()))
 
 
 def _index_value(old: Elements, new: Elements) -> int:
     return 6 * int(np.count_nonzero(old != new))
 
 
-OTHERS = {"xor + zlib-1": _xor_zlib, "gap16 + value + zlib-1": _gap16_value_zlib, "index32 + value": _index_value}
+OTHERS = {f"xor + {PACKER}": _xor, f"gap16 + value + {PACKER}": _gap16_value, "index32 + value": _index_value}

@@ -22,21 +22,27 @@ TENSOR_ELEMENTS = 4 << 20
 class Following(Worker):
     """A trainer that keeps two versions in host memory, or a reader that follows it."""
 
-    def offer(self, number: int, percent: float, elements: int) -> None:
-        """Publish the next version, in which that share of the elements has changed; the first one is made."""
+    def step(self, percent: float, elements: int) -> None:
+        """Make the next version, in which that share of the elements has changed; the first one is new."""
         self.random = getattr(self, "random", np.random.default_rng(1))
         before = getattr(self, "weights", None)
         self.weights = version(self.random, elements) if before is None else stepped(self.random, before, percent)
+
+    def offer(self, number: int) -> float:
+        """Publish what was made last; return when that began."""
         tensors = {
             f"w{at}": torch.from_numpy(self.weights[at : at + TENSOR_ELEMENTS].view(np.int16)).view(torch.bfloat16)
-            for at in range(0, elements, TENSOR_ELEMENTS)
+            for at in range(0, self.weights.size, TENSOR_ELEMENTS)
         }
+        began = now()
         self.client.publish(number, tensors)
+        return began
 
     def follow(self, number: int) -> dict[str, Any]:
+        """Read a version, and let the one before go; ended and seconds are those of the read."""
         began = now()
         fetched = self.client.fetch(number, timeout_s=TIMEOUT_S, serve=True)
-        seconds = now() - began
+        ended = now()
         for key in self.client.serving():
             if key.version < number:
                 self.client.unpublish(key.version)
@@ -44,8 +50,10 @@ class Following(Worker):
         if next(iter(fetched.roots().values())) != digest:
             raise RuntimeError("other bytes than were published")
         fetched.release()
-        wire, by_delta = fetched.report.wire_size_bytes, fetched.report.delta_size_bytes
-        return {"seconds": seconds, "wire_bytes": wire, "delta_bytes": by_delta}
+        report = fetched.report
+        wire, by_delta = report.wire_size_bytes, report.delta_size_bytes
+        sizes = {"wire_bytes": wire, "delta_bytes": by_delta, "sources": report.sources, "losses": list(report.losses)}
+        return {"seconds": ended - began, "ended": ended, **sizes}
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -91,13 +99,15 @@ def _pulls(mbit: float | None, rtt_ms: float, delta: str, options: argparse.Name
             for host, name in ((source, "trainer"), (reader, "reader")):
                 host.start(partial(Following, address, name, host.address, 1 << 20, delta=delta))
             source.call("retain", 0)
-            source.call("offer", 1, 0.0, size_bytes // 2)
+            source.call("step", 0.0, size_bytes // 2)
+            source.call("offer", 1)
             reader.call("follow", 1)
             number = 1
             for percent in options.percent:
                 pulls = []
                 for _ in range(options.rounds):
-                    source.call("offer", number + 1, percent, size_bytes // 2)
+                    source.call("step", percent, size_bytes // 2)
+                    source.call("offer", number + 1)
                     before = wires.crossed_bytes("west")
                     pulls.append(reader.call("follow", number + 1))
                     pulls[-1]["crossed"] = wires.crossed_bytes("west") - before

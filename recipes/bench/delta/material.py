@@ -19,14 +19,15 @@ def version(random: np.random.Generator, count: int) -> Elements:
 
 
 def stepped(random: np.random.Generator, old: Elements, percent: float, *, clustered: bool = False) -> Elements:
-    """Return the next version, in which that share has changed. clustered: within one row of 4,096 in ten. 100 %: it
-    has nothing to do with the one before."""
+    """Return the next version, in which that share has changed. clustered: within one row of
+    4,096 in ten, or in so many that four fifths of each change. 100 %: it has nothing to do with the one before."""
     if percent >= 100:
         return version(random, old.size)
     share = np.full(old.size, percent / 100)
     if clustered:
-        rows = random.random(-(-old.size // ROW)) < 0.1
-        share = np.minimum(np.repeat(rows, ROW)[: old.size] * 10 * percent / 100, 1.0)
+        of_rows = max(0.1, percent / 80)
+        rows = random.random(-(-old.size // ROW)) < of_rows
+        share = np.repeat(rows, ROW)[: old.size] * percent / 100 / of_rows
     changed = random.random(old.size) < share
     new = old.copy()
     new[changed] += random.choice(STEPS, int(changed.sum()), p=SHARES)

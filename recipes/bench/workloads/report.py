@@ -10,10 +10,11 @@ from statistics import median
 from typing import Any
 
 PATHS = {  # stock cannot take in an engine: its users make a larger group with everybody stopped, or restart the job
-    "standalone": ("store", "star", "stock"),
+    "standalone": ("store", "deltas", "star", "stock"),
     "elastic": ("store", "star", "stock", "restart"),
-    "cross": ("store", "star", "stock"),
+    "cross": ("store", "deltas", "star", "stock"),
 }
+CHANGED_PERCENT = 1.0  # of the elements of a version, on the path "deltas"; on all others everything changes
 JOINER = "joiner"
 RATIO_SHOWN_MAX = 1000  # beyond it a ratio only says how little the smaller number is
 WARM_UP = 2  # versions of each run that do not count: connections, first allocations

@@ -17,7 +17,7 @@ from typing import Any
 from recipes.bench.network import Host, Network, now
 from recipes.bench.workers import HubWorker, bare_stream
 from recipes.bench.workloads.engine import PORTS, Engine
-from recipes.bench.workloads.report import JOINER, WARM_UP, Pause, pauses
+from recipes.bench.workloads.report import CHANGED_PERCENT, JOINER, WARM_UP, Pause, pauses
 from recipes.bench.workloads.trainer import Receiver, Trainer
 
 # What an engine needs; vLLM imports some of it only when an engine is made.
@@ -70,7 +70,7 @@ def play(workload: str, path: str, setting: Setting, imports_s: float | None = N
         updates: list[dict[str, Any]] = []
         for version in range(2, 2 + WARM_UP + (0 if joiner else setting.versions)):
             before = trainer.call("digests")
-            trainer.call("train", version)
+            trainer.call("train", version, CHANGED_PERCENT if path == "deltas" else None)
             sleep_until(updates[-1]["began"] + PERIOD_S[workload] if updates else 0.0)
             if len(updates) <= WARM_UP:
                 sent = sent_bytes(wires, trainer)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from recipes.bench.delta.material import stepped
 from recipes.bench.network import now
 from recipes.bench.workers import Stream
 from recipes.bench.workloads.collective import Collective
@@ -27,11 +29,18 @@ class Trainer(Stream):
         self.tensors = load_file(model / "model.safetensors")
         self._model, self._address, self._data_center = model, address, data_center
 
-    def train(self, step: int) -> None:
-        """Change the weights, in the same way on every path."""
+    def train(self, step: int, percent: float | None = None) -> None:
+        """Change the weights, in the same way on every path. percent: of the elements, as a small learning rate does,
+        and the first of each tensor; None: all of them."""
         torch.manual_seed(step)
+        random = np.random.default_rng(step)
         for tensor in self.tensors.values():
-            tensor.add_(0.01 * torch.randn(tensor.shape).to(tensor.dtype))
+            if percent is None:
+                tensor.add_(0.01 * torch.randn(tensor.shape).to(tensor.dtype))
+            else:
+                elements = tensor.view(-1).view(torch.int16).numpy().view(np.uint16)
+                elements[:] = stepped(random, elements, percent)
+                elements[0] += 1
 
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
