@@ -4,9 +4,12 @@ A request may ask to be answered from a version: by the header `X-TensorHub-Min-
 body: a step, or attempt/step. It waits until this server has that version or a later one, for at most
 `X-TensorHub-Wait` seconds (10), and is then refused with 409, which says what there is. One that is answered carries
 `X-TensorHub-Version`, what the server had when it began: no token of its answer is of an older one, unless operators
-withdraw that or pin another. `GET /ready` is 503 with "behind" while a newer version has not been installed for
-`?max_behind_s=` (60): a router that does not know the store holds traffic back by it. Before `GET /metrics` is answered
-the store's figures are renewed (exposition.py).
+withdraw that or pin another. Every answer that is no stream carries the oldest and the newest version of its tokens,
+`X-TensorHub-Version-First` and `-Last` (0: none of the store's), and a stream that was asked for with
+`X-TensorHub-Versions: 1` the same as a comment before its end; not that of a request with a name of its own
+(`X-Request-Id`). `GET /ready` is 503 with "behind" while a newer version has not been installed for `?max_behind_s=`
+(60): a router that does not know the store holds traffic back by it. Before `GET /metrics` is answered the store's
+figures are renewed (exposition.py).
 """
 
 from __future__ import annotations
@@ -14,22 +17,29 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tensorhub_plugins.core import UsageError, parse_version, version_label
 from tensorhub_plugins.vllm.engine.core import Following, lag_of, why_refused
-from tensorhub_plugins.vllm.engine.core_follower import of_all_cores
+from tensorhub_plugins.vllm.engine.core_follower import of_all_cores, starts_in
+from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.exposition import figures
 from tensorhub_plugins.vllm.names import NAME
 
 MIN_VERSION, WAIT, VERSION = b"x-tensorhub-min-version", b"x-tensorhub-wait", b"x-tensorhub-version"
+FIRST, LAST = b"x-tensorhub-version-first", b"x-tensorhub-version-last"
+VERSIONS, REQUEST_ID, END_OF_STREAM = b"x-tensorhub-versions", b"x-request-id", b"data: [DONE]"
+ANSWERING = ("/v1/", "/inference/", "/generate", "/invocations", "/pooling", "/classify", "/score", "/rerank", "/v2/")
 IN_BODY = "min_version"
 WAIT_S, WAIT_MAX_S, POLL_S = 10.0, 600.0, 0.1
 SHARED_S = 0.05  # for so long what the engine has said answers other requests that wait, too
 BEHIND_S = 60.0
 SCRAPE_S = 2.0  # for the engine to say how it does; it may be busy with an install
 
+Header = tuple[bytes, bytes]
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -99,7 +109,9 @@ class Admission:
 
     async def _renew(self, engine: Any) -> None:
         try:
-            figures().renew(await asyncio.wait_for(self._following(engine), SCRAPE_S))
+            said = await asyncio.wait_for(self._following(engine), SCRAPE_S)
+            taken = await asyncio.wait_for(of_all_cores(engine.engine_core, "tensorhub_updates"), SCRAPE_S)
+            figures().renew(said, [update for core in taken for update in core])
         except asyncio.TimeoutError:
             figures().missed()
 
@@ -121,7 +133,7 @@ class Admission:
             body, receive = await _read(receive)
             given = _named_in(body)
         if given is None:
-            await self._app(scope, receive, send)
+            await self._answer(engine, scope, receive, send)
             return
         try:
             wanted, wait_s = parse_version(str(given)), _wait_s(headers.get(WAIT))
@@ -141,7 +153,56 @@ class Admission:
                 await _answer(send, 409, {"error": _error(409, text), "version": have, "min_version": wanted})
                 return
             await asyncio.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
-        await self._app(scope, receive, _with_version(send, said["version"]))
+        await self._answer(engine, scope, receive, _with_version(send, said["version"]))
+
+    async def _answer(self, engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have it answered, and say of which versions its tokens are."""
+        headers = dict(scope["headers"])
+        if REQUEST_ID in headers or not scope["path"].startswith(ANSWERING):
+            await self._app(scope, receive, send)
+            return
+        name = f"{PREFIX}{uuid.uuid4().hex}"
+        named = {**scope, "headers": [*scope["headers"], (REQUEST_ID, name.encode())]}
+        versions = _Versions(engine, name, send, in_streams=headers.get(VERSIONS) == b"1")
+        try:
+            await self._app(named, receive, versions.send)
+        finally:
+            await versions.ask()  # the engine forgets it, however it has ended
+
+
+class _Versions:
+    """Says of which versions the tokens of one answer are."""
+
+    def __init__(self, engine: Any, name: str, send: Send, *, in_streams: bool) -> None:
+        """name: of the request, as the engine knows it."""
+        self._engine, self._name, self._send = engine, name, send
+        self._in_streams, self._is_stream, self._asked = in_streams, False, False
+
+    async def ask(self) -> list[Header]:
+        """Return the headers that say it, the first time; none: it is not known."""
+        if self._asked:
+            return []
+        self._asked = True
+        with suppress(Exception):  # whatever it is, the answer is there
+            asked = starts_in(self._engine.engine_core, self._name, forget=True)
+            found = [version for _, starts in await asyncio.wait_for(asked, SCRAPE_S) for version, _ in starts]
+            if found:
+                ends = ((FIRST, min(found)), (LAST, max(found)))
+                return [(name, (version_label(version) if version else "0").encode()) for name, version in ends]
+        return []
+
+    async def send(self, message: Message) -> None:
+        """Send it on; with the versions, once all tokens are there."""
+        if message["type"] == "http.response.start":
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            self._is_stream = kind.startswith(b"text/event-stream")
+            if message["status"] == 200 and not self._is_stream:
+                message["headers"] = [*message.get("headers", ()), *await self.ask()]
+        elif self._is_stream and self._in_streams and END_OF_STREAM in message.get("body", b""):
+            said = b", ".join(b"%s: %s" % each for each in await self.ask())
+            if said:
+                await self._send({"type": message["type"], "body": b": %s\n\n" % said, "more_body": True})
+        await self._send(message)
 
 
 def _wait_s(given: bytes | None) -> float:

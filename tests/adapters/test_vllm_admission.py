@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from tensorhub_plugins.core import version_of  # noqa: E402
 from tensorhub_plugins.vllm.admission import Admission, furthest_behind, readiness  # noqa: E402
 from tensorhub_plugins.vllm.engine.core import lag_of  # noqa: E402
-from tensorhub_plugins.vllm.exposition import FIGURES, PREFIX  # noqa: E402
+from tensorhub_plugins.vllm.exposition import DURATION, FIGURES, IN_FLIGHT, PREFIX  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
@@ -33,11 +33,22 @@ class Server:
 
     def __init__(self, *says: Any, load_format: str = "tensorhub") -> None:
         self.says, self.asked, self.bodies = list(says), 0, []
+        self.updates: list[tuple[float, float]] = []
+        self.starts: list[Any] = []  # of the request that is answered
+        self.ids: list[str] = []  # of requests, as vLLM takes them from the header
+        self.named: list[str] = []  # of those, which the engine was asked for
+        self.answer = [{"status": 200, "headers": [(b"x", b"y")]}, {"body": b"text"}]
         config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
         engine = SimpleNamespace(vllm_config=config, engine_core=self)
         self.middleware = Admission(self.application, state=SimpleNamespace(engine_client=engine))
 
-    async def call_utility_async(self, method: str) -> Any:
+    async def call_utility_async(self, method: str, *arguments: Any) -> Any:
+        if method == "tensorhub_updates":
+            return [self.updates.pop() for _ in list(self.updates)]
+        if method == "tensorhub_starts":
+            name, forget = arguments
+            self.named.append(name)
+            return self.starts if forget and name in self.ids[-1] else []
         assert method == "tensorhub_status"
         self.asked += 1
         found = self.says.pop(0) if len(self.says) > 1 else self.says[0]
@@ -49,8 +60,9 @@ class Server:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         self.bodies.append(body)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y")]})
-        await send({"type": "http.response.body", "body": b"text"})
+        self.ids.append(dict(scope["headers"]).get(b"x-request-id", b"").decode())
+        for message in self.answer:
+            await send({"type": "http.response.start" if "status" in message else "http.response.body", **message})
 
     def post(self, *chunks: bytes, path: str = "/v1/completions", method: str = "POST", **headers: str) -> Any:
         """The status, headers and body of an answer. Headers with _ for -."""
@@ -166,6 +178,62 @@ def test_ready_says_behind() -> None:
     assert lag_of(said(5, wanted=3)) == 0  # it goes back
 
 
+STARTS = [((0, 0), [(7, 0), (8, 3)]), ((1, 0), [(6, 0)])]
+SSE = [{"status": 200, "headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}]
+SSE += [{"body": b'data: {"text": "a"}\n\n', "more_body": True}, {"body": b"data: [DONE]\n\n", "more_body": True}]
+SSE += [{"body": b""}]
+
+
+def test_an_answer_says_of_which_versions_its_tokens_are() -> None:
+    server = Server(said())
+    server.starts = STARTS
+    _, headers, body = server.post(b"{}", x_tensorhub_min_version="5")
+    assert (headers[b"x-tensorhub-version-first"], headers[b"x-tensorhub-version-last"], body) == (b"6", b"8", b"text")
+    assert headers[b"x-tensorhub-version"] == b"5" and len(server.named) == 1 and server.named[0] == server.ids[0]
+    server.starts = [((0, 0), [(0, 0)])]
+    assert server.post(b"{}")[1][b"x-tensorhub-version-first"] == b"0"  # none of the store's
+    assert len(set(server.named)) == 2
+
+
+def test_an_answer_that_the_engine_knows_nothing_of_is_as_it_was() -> None:
+    server = Server(said())
+    assert server.post(b"{}") == (200, {b"x": b"y"}, b"text")
+    server.starts = STARTS
+    assert server.post(b"{}", x_request_id="mine")[1] == {b"x": b"y"} and server.ids[-1] == "mine"
+    assert server.post(b"{}", path="/sleep")[1] == {b"x": b"y"} and server.ids[-1] == ""
+    server.answer = [{"status": 400, "headers": []}, {"body": b"text"}]
+    assert server.post(b"{}")[1] == {} and len(server.named) == 2  # it is forgotten all the same
+
+
+def test_a_stream_says_it_before_its_end_if_it_was_asked() -> None:
+    server = Server(said())
+    server.starts, server.answer = STARTS, SSE
+    plain = server.post(b"{}")
+    assert plain[2] == b'data: {"text": "a"}\n\ndata: [DONE]\n\n' and len(server.named) == 1
+    status, headers, body = server.post(b"{}", x_tensorhub_versions="1")
+    assert (status, set(headers), len(server.named)) == (200, {b"content-type"}, 2)
+    assert body == (
+        b'data: {"text": "a"}\n\n: x-tensorhub-version-first: 6, x-tensorhub-version-last: 8\n\ndata: [DONE]\n\n'
+    )
+
+
+def test_the_names_of_vllm_count_each_update_once() -> None:
+    server = Server(said(5, updating=True), said(7))
+    server.updates = [(2.0, 0.05), (20.0, 0.5)]
+
+    def of(name: str, operation: str) -> float | None:
+        return REGISTRY.get_sample_value(f"vllm:rl_weight_update_operation{name}", {"operation": operation})
+
+    before = {operation: of("_duration_seconds_count", operation) or 0.0 for operation in ("update", "finish")}
+    server.post(path="/metrics", method="GET")
+    assert of("s_in_flight", "update") == 1
+    server.post(path="/metrics", method="GET")
+    assert of("s_in_flight", "update") == 0
+    after = {operation: of("_duration_seconds_count", operation) or 0.0 for operation in before}
+    assert after == {operation: count + 2 for operation, count in before.items()}
+    assert REGISTRY.get_sample_value(f"{DURATION}_bucket", {"operation": "finish", "le": "0.1"}) == 1.0
+
+
 def value(name: str) -> float | None:
     return REGISTRY.get_sample_value(PREFIX + name, {"run": "r", "model": "m"})
 
@@ -187,3 +255,4 @@ def test_the_figures_are_those_of_the_moment_of_the_scrape() -> None:
 def test_the_page_has_all_of_them() -> None:
     told = set(re.findall(rf"^\| `{PREFIX}(\w+)` \|", PAGE.read_text(), flags=re.MULTILINE))
     assert told == set(FIGURES)
+    assert set(re.findall(r"^\| `(vllm:\w+)` \|", PAGE.read_text(), flags=re.MULTILINE)) == {DURATION, IN_FLIGHT}

@@ -17,7 +17,7 @@ from vllm_engines import checkpoint
 from vllm_servers import make_two_models, serving
 
 from tensorhub_plugins.core import Client, Server
-from tensorhub_plugins.vllm.exposition import FIGURES, PREFIX
+from tensorhub_plugins.vllm.exposition import DURATION, FIGURES, PREFIX
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -50,6 +50,13 @@ def test_a_request_waits_for_its_version(api_servers: int, hub: Server, tmp_path
             trainer.publish(2, checkpoint(folders[1]))
             answer = waits.result()
             assert answer.status_code == 200 and answer.headers["X-TensorHub-Version"] == "2", answer.text
+            assert answer.headers["X-TensorHub-Version-First"] == answer.headers["X-TensorHub-Version-Last"] == "2"
+            body = {"model": "actor", "prompt": [10, 11, 12], "max_tokens": 2, "stream": True}
+            stream = requests.post(
+                f"{server.url}/v1/completions", json=body, headers={"X-TensorHub-Versions": "1"}, timeout=60
+            )
+            said = ": x-tensorhub-version-first: 2, x-tensorhub-version-last: 2\n\ndata: [DONE]"
+            assert said in stream.text, stream.text
             ready = requests.get(f"{server.url}/ready", timeout=30)
             assert ready.status_code == 200 and ready.json()["version"] == 2, ready.text
             end = time.monotonic() + 60
@@ -57,3 +64,6 @@ def test_a_request_waits_for_its_version(api_servers: int, hub: Server, tmp_path
                 pass
             assert set(found) == set(FIGURES) and (found["step"], found["lag_steps"], found["answers"]) == (2, 0, 1)
             assert found["pull_seconds"] > 0
+            lines = requests.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+            counts = [line.split()[1] for line in lines if line.startswith(f'{DURATION}_count{{operation="finish"}}')]
+            assert counts == ["1.0"], counts  # of one update after the start, also with two servers

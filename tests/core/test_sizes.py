@@ -11,20 +11,20 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 3_520,
+    "core": 3_540,
     "core/client": 5_190,
     "core/deltas": 660,
     "core/hub": 5_350,
     "core/kernels": 560,
     "core/memory": 3_715,
-    "core/operations": 1_350,
+    "core/operations": 1_600,
     "core/protocol": 1_160,
     "core/security": 720,
     "core/transfer": 1_900,
     "core/transports": 7_320,
     "openrlhf": 2_400,
     "verl": 3_450,
-    "vllm": 7_650,
+    "vllm": 7_750,
     "vllm/doctor": 860,
     "vllm/worker": 4_650,
 }

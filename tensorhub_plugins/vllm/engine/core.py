@@ -43,6 +43,7 @@ class Following(TypedDict):
     installed_s: NotRequired[float]  # since that was installed
     failure: NotRequired[str]  # of the last try; "": it went well
     last: NotRequired[dict[str, float]]  # pull_s and pause_s of the last version
+    updating: NotRequired[bool]  # to a version that is being fetched or installed
 
 
 def lag_of(said: Following) -> int:

@@ -78,7 +78,7 @@ def attach(core: Any, vllm_config: Any, *, owned: bool = False) -> None:
     caches = Caches(core)
     core.collective_rpc = _as_one(core, caches, core.collective_rpc)
     core.resume_scheduler = _only_if_whole(core, caches, core.resume_scheduler)
-    core.tensorhub_status = lambda: None  # it does not follow
+    core.tensorhub_status, core.tensorhub_updates = lambda: None, list  # it does not follow
     core.tensorhub_label = partial(label, core)
     if vllm_config.load_config.load_format == NAME:
         _follow(core, caches, vllm_config)
@@ -244,6 +244,8 @@ def _follow(core: Any, caches: Caches, vllm_config: Any) -> None:
 
 def _begin(core: Any, here: CoreFollower | OtherRank) -> None:
     core.tensorhub_status = here.status
+    if isinstance(here, CoreFollower):
+        core.tensorhub_updates = here.take_updates
     original = core.shutdown
 
     @wraps(original)
@@ -337,7 +339,13 @@ class CoreFollower(Follower):
             "installed_s": now - self._installed[1],
             "failure": self._failure,
             "last": {"pull_s": self.last_update.pull_s, "pause_s": self.last_update.pause_s},
+            "updating": self._one_update.locked(),
         }
+
+    def take_updates(self) -> list[tuple[float, float]]:
+        """Return the pull_s and pause_s of each version that was installed since the last call."""
+        taken = [self.updates.popleft() for _ in range(len(self.updates))]
+        return [(each.pull_s, each.pause_s) for each in taken]
 
     def _refused_still(self, installed: int) -> int:
         """Return what would be to be run if this engine took all; one that it refuses may have been withdrawn."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -50,6 +50,7 @@ logger = get_logger(__name__)
 HUB_TIMEOUT_S = 30.0  # one question to the hub; then it is asked again
 POLL_INTERVAL_S = 0.02  # of the workers' fetch, at first: each poll is a step in which all workers wait for each other
 POLL_INTERVAL_MAX_S = 0.2
+UPDATES_MAX = 64  # between two scrapes
 POLL_GRACE_S = 5.0  # the workers keep the deadline themselves, and say what failed
 RETRY_DELAY_S = 1.0  # after a failed update
 RETRY_DELAY_MAX_S = 30.0
@@ -180,6 +181,7 @@ class Follower:
         self._is_installing = False
         self._busy_until = 0.0
         self.last_update = LastUpdate()
+        self.updates = deque[LastUpdate](maxlen=UPDATES_MAX)  # that nobody has asked for yet
         self._pull_s = 0.0  # of the version that is being taken
         self._was_whole = True  # when the installation under way began
         self.has_caught_up = False
@@ -395,6 +397,7 @@ class Follower:
             if failed:
                 raise UpdateFailed(str(failed[0]["error"]), version=version, phase="install")
             self.last_update = LastUpdate(self._pull_s, time.monotonic() - started, _sources(results))
+            self.updates.append(self.last_update)
             record(
                 "resume",
                 worker=self.worker,
