@@ -103,6 +103,8 @@ COMMANDS = (
     "doctor check-sync",
     "fleet add",
     "fleet drain",
+    "bench",
+    "completion",
 )
 LINK = re.compile(r"(?<=\])\(([^()\s]+)\)")
 

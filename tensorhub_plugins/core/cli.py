@@ -29,7 +29,7 @@ from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
 from tensorhub_plugins.core.hub.server import Server
-from tensorhub_plugins.core.operations import critical_path, machine, problems, timeline, top
+from tensorhub_plugins.core.operations import completion, critical_path, machine, problems, timeline, top
 from tensorhub_plugins.core.operations.status import directive_text, fetch_status, status_text
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import new_session, of_all_interfaces, parse_address
@@ -161,6 +161,7 @@ def _main(arguments: list[str]) -> int:
         directive.add_argument("--model", required=True, help="as the workers have it, for example actor")
     _add_doctor(commands.add_parser("doctor", help="try whether this machine, engine and model work with the store"))
     _add_timeline(commands.add_parser("timeline", help="what each version waited for: in words, a page and a trace"))
+    _add_measures(commands)
     fleet = commands.add_parser("fleet", help="rollouts of a running verl or OpenRLHF job: add some, drain some")
     _add_fleet(fleet.add_subparsers(dest="action", required=True))
     if arguments[:1] == ["doctor"] and arguments[1:] and arguments[1] in DOCTORS:
@@ -180,6 +181,11 @@ def _failure(arguments: list[str]) -> int:
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.command == "fleet":
         return change_fleet(options)
+    if options.command == "completion":
+        print(completion.script(parser))
+        return 0
+    if options.command == "bench":
+        return bench(parser, options)
     if options.command == "timeline":
         return write_timeline(options.files, options.out)
     if options.command == "doctor" and options.check == "machine":
@@ -235,6 +241,20 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     here.add_argument("--listen", nargs="?", type=int, const=machine.PORT, metavar="PORT", help=words)
     for name in DOCTORS:  # their arguments are the framework's own
         checks.add_parser(name, help=f"what a command line of {name} will do with the store, or what is wrong with it")
+
+
+def _add_measures(commands: Any) -> None:
+    commands.add_parser("completion", help='for bash: `eval "$(tensorhub completion)"` in ~/.bashrc')
+    bench = commands.add_parser("bench", help="how fast the store reads from another host, beside one bare stream")
+    where = bench.add_mutually_exclusive_group(required=True)
+    where.add_argument("host", nargs="?", metavar="HOST[:PORT]", help="read from there, where --serve runs")
+    words = "be the host that others measure, until Ctrl-C, at this port (default: 7076)"
+    where.add_argument("--serve", nargs="?", type=int, const=7076, metavar="PORT", help=words)
+    bench.add_argument("--mb", type=int, default=256, metavar="N", help="to serve (default: %(default)s)")
+    bench.add_argument("--rounds", type=int, default=5, metavar="N", help="(default: %(default)s)")
+    bench.add_argument("--timeout", type=_seconds, default=60.0, metavar="S", help="of all (default: %(default)g)")
+    bench.add_argument("--insecure", action="store_true", help="serve all who reach the port, without a secret")
+    _add_secret(bench)
 
 
 def _add_hub(command: argparse.ArgumentParser, *, timeout_s: float) -> None:
@@ -357,7 +377,7 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
     if keys is None:
         whom = "all who reach it" if options.insecure else "this host only: `tensorhub keygen` makes a secret"
         _say(f"tensorhub: no secret, so this hub is for {whom}")
-    address = options.address or (of_all_interfaces(PORT) if keys is not None or options.insecure else LOOPBACK)
+    address = options.address or _listens_at(PORT, keys, insecure=options.insecure)
     if options.interface:
         address = format_address("tcp", addresses_of(options.interface, "--interface")[0], PORT)
     stop = threading.Event()
@@ -408,6 +428,32 @@ def _add_timeline(command: argparse.ArgumentParser) -> None:
     )
     words = "the page is FILE.html, the trace for Perfetto FILE.json (default: %(default)s)"
     command.add_argument("--out", type=Path, default=Path("timeline"), metavar="FILE", help=words)
+
+
+def bench(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Measure reads from a host, or be that host, see operations/bench.py."""
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: at least 1")
+    keys = _keys(options)
+    measuring = import_module("tensorhub_plugins.core.operations.bench")  # of torch, which no other command needs
+    if options.serve is None:
+        measured = measuring.measure(options.host, keys, rounds=options.rounds, timeout_s=options.timeout)
+        print(measuring.text(measured, options.host))
+        return 0
+    address = _listens_at(options.serve, keys, insecure=options.insecure)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        measuring.served(address, keys, options.mb, insecure=options.insecure) as at,
+    ):
+        print(f"waiting for `tensorhub bench THIS-HOST:{parse_address(at, 'tcp')[1]}`", flush=True)
+        threading.Event().wait()
+    return 0
+
+
+def _listens_at(port: int, keys: Keys | None, *, insecure: bool) -> str:
+    """Return where a hub listens by default: without a secret on this host only."""
+    everywhere = keys is not None or insecure
+    return of_all_interfaces(port) if everywhere else format_address("tcp", "127.0.0.1", port)
 
 
 def write_timeline(files: list[Path], out: Path) -> int:

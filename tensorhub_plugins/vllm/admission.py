@@ -174,7 +174,7 @@ class _Versions:
     """Says of which versions the tokens of one answer are."""
 
     def __init__(self, engine: Any, name: str, send: Send, *, in_streams: bool) -> None:
-        """name: of the request, as the engine knows it."""
+        """Ask of the request with this name, as the engine knows it."""
         self._engine, self._name, self._send = engine, name, send
         self._in_streams, self._is_stream, self._asked = in_streams, False, False
 

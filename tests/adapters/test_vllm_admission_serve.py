@@ -41,7 +41,7 @@ def test_a_request_waits_for_its_version(api_servers: int, hub: Server, tmp_path
             def ask(version: int, wait_s: float) -> Any:
                 body = {"model": "actor", "prompt": [10, 11, 12], "max_tokens": 2, "min_version": version}
                 headers = {"X-TensorHub-Wait": str(wait_s)}
-                return requests.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+                return requests.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=240)
 
             assert ask(1, 0).headers["X-TensorHub-Version"] == "1"
             late = ask(2, 0.5)
@@ -53,7 +53,7 @@ def test_a_request_waits_for_its_version(api_servers: int, hub: Server, tmp_path
             assert answer.headers["X-TensorHub-Version-First"] == answer.headers["X-TensorHub-Version-Last"] == "2"
             body = {"model": "actor", "prompt": [10, 11, 12], "max_tokens": 2, "stream": True}
             stream = requests.post(
-                f"{server.url}/v1/completions", json=body, headers={"X-TensorHub-Versions": "1"}, timeout=60
+                f"{server.url}/v1/completions", json=body, headers={"X-TensorHub-Versions": "1"}, timeout=240
             )
             said = ": x-tensorhub-version-first: 2, x-tensorhub-version-last: 2\n\ndata: [DONE]"
             assert said in stream.text, stream.text

@@ -205,6 +205,36 @@ def test_behind_a_firewall_that_leaves_a_range_open(trainer: Process, rollout: P
         ip("-n", f"{NAME}inside", "rule", "del", *drop)
 
 
+def test_bench_between_two_hosts_and_behind_a_firewall(network: None) -> None:
+    """As people start it. Its bare stream and its weights need two ports of those that are open."""
+
+    def command(host: str, ports: str, *words: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "TENSORHUB_HOST": host, "TENSORHUB_PORTS": ports}
+        program = ["ip", "netns", "exec", f"{NAME}{host}", sys.executable, "-m", "tensorhub_plugins.core.cli", "bench"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen([*program, *words], **pipes, env=environment)  # type: ignore[call-overload, no-any-return]
+
+    def measured(ports: str, *more: str) -> tuple[int, str]:
+        there = command("inside", ports, "--serve", "--mb", "16", "--insecure")
+        try:
+            assert there.stdout is not None and any("waiting" in line for line in iter(there.stdout.readline, ""))
+            here = command("beside", OPEN, "10.77.0.1", "--rounds", "2", *more)
+            said, _ = here.communicate(timeout=SOON_S)
+            return here.returncode, said
+        finally:
+            there.kill()
+            there.communicate()
+
+    status, said = measured(OPEN)
+    assert status == 0 and "read over tcp: 16.8 MB" in said and "not over shm, which is faster: the two" in said, said
+    with dropped("to", "10.77.0.2", "ipproto", "tcp", "sport", "7104-65534"):
+        assert measured(OPEN)[0] == 0
+        status, said = measured("7200-7209", "--timeout", "8")
+        assert status == 1 and "TENSORHUB_PORTS" in said, said
+        status, said = measured(OPEN, "--secret-file", "/dev/null")
+        assert status == 1 and "secret" in said, said
+
+
 HUB, COUNT = "tcp://10.77.0.1:7070", 2_000_000  # 16 MB
 SLOW = "tbf rate 20mbit burst 128kb limit 1mb"
 NEAR_V4 = ("to", "10.77.0.2", "ipproto", "tcp", "sport", "7104-65534")

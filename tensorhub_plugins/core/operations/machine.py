@@ -29,6 +29,7 @@ from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.operations.status import fetch_status
 from tensorhub_plugins.core.process import limits_of, raise_files_max
 from tensorhub_plugins.core.protocol import advertised
+from tensorhub_plugins.core.protocol.address import host_and_port
 from tensorhub_plugins.core.protocol.advertised import Advertised
 from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security.keys import Keys
@@ -234,17 +235,16 @@ def _is_free(port: int) -> bool:
 
 def reached(peer: str, hub: str | None, timeout_s: float) -> Iterator[Check]:
     """Yield for each address that would be advertised whether a peer, which listens there, can connect to it."""
-    named = re.fullmatch(r"(\[.*\]|[^:]*):(\d+)", peer)
-    host, port = (named[1].strip("[]"), int(named[2])) if named else (peer.strip("[]"), PORT)
+    host, port = host_and_port(peer, PORT)
     deadline, token, name = Deadline.after(timeout_s), secrets.token_hex(16), f"from {host}"
     try:
         here = advertised.choose(hub or format_address("tcp", host, port), deadline)
-        with _server(here) as server, socket.create_connection((host, port), min(CONNECT_S, timeout_s)) as link:
+        with server_at(here) as server, socket.create_connection((host, port), min(CONNECT_S, timeout_s)) as link:
             threading.Thread(target=_answer_all, args=(server, token), daemon=True).start()
             link.settimeout(max(0.1, deadline.remaining()))
             asked = {"hosts": here.host.split(","), "port": server.getsockname()[1], "token": token}
             link.sendall(json.dumps(asked).encode() + b"\n")
-            answers = json.loads(_line(link))
+            answers = json.loads(line_of(link))
     except (OSError, ValueError, AttributeError, OverflowError, TensorHubError) as error:
         yield Check(
             name, f"no answer: {error}", f"start `tensorhub doctor machine --listen` there, and open its port {port}"
@@ -256,7 +256,7 @@ def reached(peer: str, hub: str | None, timeout_s: float) -> Iterator[Check]:
         yield Check(name, f"{each} is reached" if said == "ok" else f"{each} is not reached: {said}", todo)
 
 
-def _server(here: Advertised) -> socket.socket:
+def server_at(here: Advertised) -> socket.socket:
     """Return a socket that listens on the first free port of those that are advertised, at all addresses."""
     for port in here.ports:
         with suppress(OSError):
@@ -275,7 +275,7 @@ def _answer_all(server: socket.socket, token: str) -> None:
                 link.sendall(token.encode() + b"\n")
 
 
-def _line(link: socket.socket) -> bytes:
+def line_of(link: socket.socket) -> bytes:
     """Return what comes before the end of a line, of bounded length."""
     got = b""
     while b"\n" not in got and len(got) < MESSAGE_BYTES_MAX:
@@ -288,13 +288,13 @@ def _line(link: socket.socket) -> bytes:
 def listen(port: int, say: Callable[[str], None]) -> None:
     """Answer hosts that ask whether they are reached from here, one after the other, until interrupted. It connects
     only to a port that sends the token that it was told, and says whether one did: no more."""
-    with _server(Advertised("", range(port, port + 1))) as server:
+    with server_at(Advertised("", range(port, port + 1))) as server:
         say(f"waiting for `tensorhub doctor machine --with THIS-HOST:{server.getsockname()[1]}`")
         while True:
             link, peer = server.accept()
             with suppress(OSError, ValueError, AttributeError, TypeError, KeyError), link:
                 link.settimeout(CONNECT_S)
-                asked = json.loads(_line(link))
+                asked = json.loads(line_of(link))
                 hosts = [str(each) for each in asked["hosts"][:HOSTS_MAX]]
                 answers = {host: _tried(host, int(asked["port"]), str(asked["token"])) for host in hosts}
                 link.sendall(json.dumps(answers).encode() + b"\n")
@@ -305,7 +305,7 @@ def _tried(host: str, port: int, token: str) -> str:
     try:
         with socket.create_connection((host, port), CONNECT_S) as link:
             link.settimeout(CONNECT_S)
-            return "ok" if secrets.compare_digest(_line(link), token.encode()) else "another program answers there"
+            return "ok" if secrets.compare_digest(line_of(link), token.encode()) else "another program answers there"
     except (OSError, OverflowError, UnicodeError) as error:
         return f"{format_address('tcp', host, port)}: {error}"
 

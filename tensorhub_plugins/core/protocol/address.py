@@ -47,6 +47,13 @@ def parse_address(address: str, scheme: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def host_and_port(text: str, port: int) -> tuple[str, int]:
+    """Return those of HOST, HOST:PORT or [HOST]:PORT; this port where it has none. An IPv6 address alone has none.
+    Raise UsageError for others."""
+    has_port = text.count(":") == 1 or "]:" in text
+    return parse_address(f"tcp://{text}" if has_port else format_address("tcp", text.strip("[]"), port), "tcp")
+
+
 def check_address(address: str) -> str:
     """Return a hub's address, or raise UsageError."""
     try:

@@ -182,7 +182,7 @@ class Transfer:
                 self._came[worker] = (now, waited_s + waited * (now - last))
             case events.Lost(_, session, _, _, True):
                 self._unreached.add(session, time.monotonic())
-            case events.Opened(_, session, _, slower) if slower and self._unreached.is_first_slow(session):
+            case events.Opened(_, session, _, slower) if slower and self._unreached.is_first_slow(session, slower):
                 log.warning("%s", printable(slower))
             case _:
                 pass

@@ -18,7 +18,7 @@ class Unreached:
 
     def __init__(self) -> None:
         self._until: dict[bytes, float] = {}
-        self._slow: dict[bytes, None] = {}
+        self._slow: dict[bytes, str] = {}
         self._lock = threading.Lock()
 
     def add(self, session: bytes, now: float) -> None:
@@ -29,14 +29,19 @@ class Unreached:
             if len(self._until) > SOURCES_MAX:
                 del self._until[next(iter(self._until))]
 
-    def is_first_slow(self, session: bytes) -> bool:
+    def is_first_slow(self, session: bytes, why: str = "") -> bool:
         """Return whether this source, which is read by a slower way than it might be, is one for the first time."""
         with self._lock:
             is_new = session not in self._slow
-            self._slow[session] = None
+            self._slow[session] = why
             if len(self._slow) > SLOW_MAX:
                 del self._slow[next(iter(self._slow))]
             return is_new
+
+    def slower(self) -> str:
+        """Return why they are read by a slower way, as text for users; "": none is."""
+        with self._lock:
+            return "; ".join(self._slow.values())
 
     def sessions(self, now: float) -> tuple[bytes, ...]:
         """Return those that are still remembered."""

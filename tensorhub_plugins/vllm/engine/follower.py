@@ -181,7 +181,7 @@ class Follower:
         self._is_installing = False
         self._busy_until = 0.0
         self.last_update = LastUpdate()
-        self.updates = deque[LastUpdate](maxlen=UPDATES_MAX)  # that nobody has asked for yet
+        self.updates = deque[LastUpdate](maxlen=UPDATES_MAX)  # not asked for yet
         self._pull_s = 0.0  # of the version that is being taken
         self._was_whole = True  # when the installation under way began
         self.has_caught_up = False
