@@ -88,6 +88,7 @@ def place(site: str, namespace: str, address: str) -> dict[str, Any]:
         "inside": ("ip", "netns", "exec", namespace),
         "arguments": (f"--node-ip-address={address}", f"--labels=tensorhub.io/data-center={site}"),
         "GLOO_SOCKET_IFNAME": "eth0",
+        "TENSORHUB_HOST": namespace,  # else all nodes are one host, by its name, and share memory
         "VLLM_HOST_IP": address,
     }
 

@@ -71,9 +71,11 @@ class Run:
         recipe: str | None = None,
         nodes: str = GPUS,
         inside: Sequence[str] = (),
+        arguments: Sequence[str] = (),
         **environment: str,
     ) -> None:
-        """Prepare a run. recipe: of this framework; inside: the prefix of its commands, e.g. for a namespace."""
+        """Prepare a run. recipe: of this framework; inside: the prefix of its commands, e.g. for a namespace;
+        arguments: of the framework, after the others."""
         self.folder, self._inside = folder, inside
         self.log = folder / f"{framework}.log"
         self._shell: Shell | None = None
@@ -93,7 +95,8 @@ class Run:
             **environment,
         }
         script = ROOT / f"recipes/{recipe or f'{framework}_grpo_elastic'}/run.sh"
-        command = [*inside, str(script), *(_for_verl(folder) if framework == "verl" else LONG_ANSWERS)]
+        own = _for_verl(folder) if framework == "verl" else LONG_ANSWERS
+        command = [*inside, str(script), *own, *arguments]
         self.started = time.monotonic()
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
