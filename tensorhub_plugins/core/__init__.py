@@ -3,7 +3,7 @@
 `Client` is a worker's interface, `start_server` or `tensorhub server` the hub. Importing this needs ZeroMQ and no
 framework; torch is imported with the first name that needs it: the hub, which never sees a tensor, does without.
 
-Adapters and recipes import from here, and from `options`, `log` and `run_log`; all other modules may change.
+Adapters and recipes import from here, and from `options`, `log`, `run_log` and `work`; all other modules may change.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     # For one publish, one fetch, one installation, and for an engine to be up to date. Where it is not given and the
     # size of the model is known, a second for each half GB is added.
     timeout_s: float = 120.0
+    timeout_grows: bool = False  # what works may take longer, as where no timeout_s is given
     # Training continues while a version is copied from its GPU, and the next publish raises its error (Publisher);
     # None: where a trainer rank has a GPU.
     in_background: bool | None = None

@@ -92,12 +92,13 @@ def parse(backend: str) -> Options:
 
 
 def settled(given: Options, args: Any) -> Options:
-    """Return the options of a run: a version of a large model gets the time that its bytes take, unless the flag says
-    another. args: OpenRLHF's, parsed."""
-    model = model_of(args.actor.model_name_or_path)
-    if model is None or "timeout_s" in dict(parse_qsl(urlsplit(args.vllm.sync_backend).query)):
+    """Return the options of a run: a version of a large model gets the time that its bytes take, or more while it
+    works, unless the flag says another. args: OpenRLHF's, parsed."""
+    if "timeout_s" in dict(parse_qsl(urlsplit(args.vllm.sync_backend).query)):
         return given
-    return msgspec.structs.replace(given, timeout_s=given.timeout_for(model.elements * ELEMENT_SIZE_BYTES))
+    model = model_of(args.actor.model_name_or_path)
+    timeout_s = given.timeout_s if model is None else given.timeout_for(model.elements * ELEMENT_SIZE_BYTES)
+    return msgspec.structs.replace(given, timeout_s=timeout_s, timeout_grows=True)
 
 
 def to_flag(given: Options) -> str:

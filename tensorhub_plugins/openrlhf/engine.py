@@ -65,6 +65,7 @@ class TensorHubEngine(_Stock):
         how = FollowConfig(
             worker=self.worker,
             timeout_s=self.options.timeout_s,
+            grows=self.options.timeout_grows,
             until=self.options.pull_until,
             pins=not tensorhub["sync"],
             whole_prompts=not self.is_partial,

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError, RayActorError
 
-from tensorhub_plugins.core import Deadline, DeadlineExceeded, TensorHubError, VersionRefused, record
+from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, VersionRefused, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.vllm.ray import figures
@@ -55,13 +55,13 @@ class Engines:
     def live(self, version: int = 0) -> list[Member]:
         """Return those that answer from this version or a later one; wait until there is one, and at the beginning for
         all, as OpenRLHF would. Raise VersionRefused when none of them will."""
-        deadline = Deadline.after(START_TIMEOUT_S)
+        began = time.monotonic()
         while True:
             self.check()
             with self.lock:
                 members, live, refusing = self.members, self.table.able(version), self.table.refusing(version)
                 is_stuck = self.table.is_stuck(version)
-            is_late = deadline.expired
+            is_late = time.monotonic() >= max(began, self.table.worked_at) + START_TIMEOUT_S
             self.has_begun = self.has_begun or is_late or all(member.answers for member in members)
             if live and self.has_begun:
                 return live

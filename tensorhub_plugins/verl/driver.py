@@ -100,9 +100,13 @@ def settle_slices(root: Any) -> None:
 
 
 def settle_timeout(root: Any, model: Model | None) -> None:
-    """Give a version of a large model the time that its bytes take, unless the timeout was given."""
+    """Give a version of a large model the time that its bytes take, or more while it works, unless the timeout was
+    given."""
     given = root.actor_rollout_ref.rollout.checkpoint_engine.get("engine_kwargs") or {}
     ours = given.get(config.BACKEND) or {}
-    if model is not None and ours.get("timeout_s") is None:
+    if ours.get("timeout_s") is not None:
+        return
+    OmegaConf.update(root, f"{config.WHERE}.timeout_grows", True, force_add=True)
+    if model is not None:
         size_bytes = model.elements * checks.SIZES.get(str(ours.get("dtype")), checks.SIZES["float32"])
         OmegaConf.update(root, f"{config.WHERE}.timeout_s", config.Options.timeout_for(size_bytes), force_add=True)

@@ -74,6 +74,7 @@ class TensorHubServer(vLLMHttpServer):
         how = FollowConfig(
             worker=self.worker,
             timeout_s=self.options.timeout_s,
+            grows=self.options.timeout_grows,
             until=None if until is None else version_of_step(until),
             staleness_s=self.options.staleness_s,
             pause_mode=self.options.pause_mode,

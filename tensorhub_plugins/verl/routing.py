@@ -82,18 +82,21 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     async def acquire(self, request_id: str) -> tuple[str, Any, int]:
         """Return a replica in rotation; wait for one when there is none."""
         self._start()
-        deadline = Deadline.after(NO_REPLICA_TIMEOUT_S)
+        began = time.monotonic()
         while not self._inflight_requests:
             if why := self.why_stuck():
                 raise VersionRefused(why)
             self._changed.clear()
             self._waiting += 1
+            deadline = Deadline(max(began, self.members.worked_at) + NO_REPLICA_TIMEOUT_S)
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline.remaining())
             except asyncio.TimeoutError:
+                if self.members.worked_at + NO_REPLICA_TIMEOUT_S > deadline:  # one has worked meanwhile
+                    continue
                 raise RuntimeError(
                     "No available servers in load balancer: "
-                    f"none of {len(self.members.all)} replicas was ready for {NO_REPLICA_TIMEOUT_S:.0f} s; "
+                    f"for {NO_REPLICA_TIMEOUT_S:.0f} s none of {len(self.members.all)} replicas was ready or advanced; "
                     "look for `update failed` and for dead actors in Ray's logs"
                 ) from None
             finally:

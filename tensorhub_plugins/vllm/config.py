@@ -79,6 +79,7 @@ class FollowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     patience_s: float = 60.0
     worker: str = ""  # its name in the event log; "": the replica's
     timeout_s: float = 600.0  # for a version to arrive, and for an install
+    grows: bool = True  # as long as work goes on those may take longer
     until: int | None = None  # the last version to follow, see Follower, as the next three
     pins: bool = True
     whole_prompts: bool = False  # all samples of a prompt come from one version

@@ -426,6 +426,23 @@ async def test_nobody_is_ready(monkeypatch):
         await router.handle("r")
 
 
+async def test_a_replica_that_works_at_its_first_version_is_waited_for(monkeypatch):
+    """However long that takes: the control above stands still."""
+    monkeypatch.setattr(routing, "NO_REPLICA_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(routing, "HEARTBEAT_INTERVAL_S", 0.01)
+    server = Server("a", version=0)
+    server.tells = {"idle_s": -60.0}  # as if it went on for a minute
+    router = Router({"a": server})
+    router.real._start()
+    while not router.real.members.worked_at:
+        await asyncio.sleep(0)
+    asked = asyncio.create_task(router.handle("r"))
+    done, _ = await asyncio.wait({asked}, timeout=0.3)
+    assert not done
+    server.version = 1
+    await asyncio.wait_for(asked, 10)
+
+
 @pytest.mark.parametrize("spans", [[(4, 2), (5, 1), (7, 3)], [(7, 3), (4, 2), (5, 1)]], ids=["on", "back"])
 async def test_verls_own_client_reports_the_first_and_last_step_of_a_sample_at_once(monkeypatch, spans):
     """FullyAsyncLLMServerClient sleeps a second before it comes back for the rest of an answer: there is none."""

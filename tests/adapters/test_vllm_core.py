@@ -251,6 +251,35 @@ def test_what_nobody_waits_for_any_more_is_not_done(engine: Any, monkeypatch: py
     assert engine.log == [] and not engine.paused
 
 
+def test_an_install_that_has_begun_is_waited_for_however_long_it_takes(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 900 s its follower took it for failed, and began another one behind it."""
+    monkeypatch.setattr("tensorhub_plugins.vllm.engine.core.LOOP_TIMEOUT_S", 0.01)
+    begun, end = threading.Event(), threading.Event()
+
+    def take_long(*_: Any, **__: Any) -> list[Any]:
+        begun.set()
+        end.wait(TIMEOUT_S)
+        return ["done"]
+
+    def queue(action: Callable[[], Any]) -> Future[Any]:
+        done = original(action)
+        assert begun.wait(TIMEOUT_S)  # so it has begun before anybody waits; the control above has not
+        return done
+
+    engine.collective_rpc, original = take_long, engine.core._queue
+    monkeypatch.setattr(engine.core, "_queue", queue)
+    asked: list[Any] = []
+    asker = threading.Thread(target=lambda: asked.append(asyncio.run(engine.core.rpc("tensorhub_poll"))))
+    asker.start()
+    asker.join(0.2)
+    assert asker.is_alive()
+    end.set()
+    asker.join(TIMEOUT_S)
+    assert asked == [["done"]]
+
+
 def test_who_leaves_during_an_update_is_noted(engine: Any) -> None:
     """They were counted among the requests that an update has lost."""
     running = SimpleNamespace(num_output_tokens=0, status=SimpleNamespace(name="RUNNING"))

@@ -27,7 +27,7 @@ class Engine:
         self.calls.append(method.removeprefix("tensorhub_"))
         return [getattr(self, f"_{method.removeprefix('tensorhub_')}")(worker, *args) for worker in (0, 1)]
 
-    def _start_fetch(self, worker, version, timeout_s):
+    def _start_fetch(self, worker, version, timeout_s, grows):
         self.fetching = 1  # worker 1 has it at the first poll, worker 0 at the second
 
     def _poll(self, worker):

@@ -453,12 +453,12 @@ def test_its_owner_hears_of_every_change_and_of_nothing_else() -> None:
             while True:
                 told = await one.news(known)
                 known = told["revision"]
-                seen.append(bool(told["busy_until"]))
+                seen.append(bool(told["busy_since"]))
 
         listening = asyncio.create_task(listen())
         await one.update(3)
         told = await one.news(first["revision"])
-        assert told["version"] == 3 and not told["busy_until"] and await waiting
+        assert told["version"] == 3 and not told["busy_since"] and await waiting
         for _ in range(20):
             await asyncio.sleep(0)
         assert True in seen and seen[-1] is False, "that it may be busy is told before it is"

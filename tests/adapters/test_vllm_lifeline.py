@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tensorhub_plugins.core import work
+from tensorhub_plugins.core.work import STILL_S
 from tensorhub_plugins.vllm.engine.follower import UpdateFailed
 from tensorhub_plugins.vllm.ray import health
 from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline
@@ -154,10 +156,10 @@ def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None
         probe.cancel()
         now = 9.0
         assert line.silent_s() == 4.0
-        line.busy_until = 10.0
+        line.busy_since, line.timeout_s = 8.0, 2.0
         assert line.silent_s() == 0.0  # an installation has its own deadline
         now = 11.0
-        assert line.silent_s() == 6.0
+        assert line.silent_s() == 3.0
 
     asyncio.run(story())
 
@@ -218,17 +220,17 @@ def test_an_engine_that_loads_a_version_is_not_silent(monkeypatch: pytest.Monkey
             raise ValueError("it cannot be installed")
 
         engine.collective_rpc = waits  # type: ignore[method-assign]
-        line.busy_until = 120.0
+        line.busy_since, line.timeout_s = 1.0, 119.0
         call = asyncio.create_task(line.rpc("tensorhub_ping"))
         await asyncio.sleep(0)
         now = 119.0
         assert line.silent_s() == 0.0
         now = 121.0
-        assert line.silent_s() == 121.0  # this has a deadline of its own
+        assert line.silent_s() == 120.0  # this has a deadline of its own
         may_answer.set()
         with pytest.raises(UpdateFailed, match="it cannot be installed"):
             await call
-        line.busy_until = 0.0
+        line.busy_since = 0.0
         assert line.silent_s() == 0.0  # an error is an answer
         may_answer.clear()
         other = asyncio.create_task(line.rpc("tensorhub_ping"))
@@ -238,3 +240,55 @@ def test_an_engine_that_loads_a_version_is_not_silent(monkeypatch: pytest.Monkey
         other.cancel()
 
     asyncio.run(story())
+
+
+@needs_vllm
+@pytest.mark.parametrize("works", [True, False])
+def test_an_installation_may_last_as_long_as_it_works(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+    """One that does a layer a minute is kept beyond its timeout; one that stands still is given up within it."""
+    now, worked_at = 1000.0, 0.0
+    monkeypatch.setattr(health.time, "monotonic", lambda: now)
+    monkeypatch.setattr(health.work, "last_at", lambda: worked_at)
+
+    async def story() -> None:
+        nonlocal now, worked_at
+        engine = PlayedVLLM("fine")
+
+        async def never(method: str, args: tuple[Any, ...]) -> list[Any]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        engine.collective_rpc = never  # type: ignore[method-assign]
+        line = Lifeline(engine, "rollout-0/0")
+        line.busy_since, line.timeout_s = now, 400.0
+        asked = asyncio.create_task(line.rpc("tensorhub_ping"))
+        await asyncio.sleep(0)
+        worked_at = now + 1
+        for _ in range(40):
+            now += 60
+            worked_at = now if works else worked_at
+            if now - 1000 > STILL_S + 1:
+                assert (line.silent_s() == 0.0) == works
+        line.busy_since, worked_at = 0.0, now
+        assert line.silent_s() == 2400, "what other threads do is no answer of an engine that installs nothing"
+        asked.cancel()
+
+    asyncio.run(story())
+
+
+@needs_vllm
+def test_a_process_shows_its_work_to_the_one_that_owns_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(work.VARIABLE, raising=False)
+    ask = "import sys; from tensorhub_plugins.core import work; work.done(); print(work.last_at()); sys.stdout.flush()"
+    alone = subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, check=True)
+    before = work.last_at()
+    assert before < float(alone.stdout), "the control: nobody hears of it"
+    monkeypatch.setenv(work.VARIABLE, "")
+    work.share()
+    own = os.environ[work.VARIABLE]
+    shown = float(subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, check=True).stdout)
+    assert work.last_at() == shown
+    for wrong in (own + "x", "1/x/y", f"{os.getpid()}/0/{own.rpartition('/')[2]}"):  # another host has other processes
+        monkeypatch.setenv(work.VARIABLE, wrong)
+        assert work._shared() is None
+    os.close(int(own.split("/")[1]))

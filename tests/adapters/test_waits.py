@@ -10,6 +10,7 @@ import pytest
 from tensorhub_plugins.core import HubLimits
 from tensorhub_plugins.core.deadline import size_s, timeout_for
 from tensorhub_plugins.core.options import TrainingOptions
+from tensorhub_plugins.core.work import STILL_S
 from tensorhub_plugins.vllm.config import FollowConfig, StartConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "waits.md"
@@ -59,6 +60,7 @@ def waits(model: Model) -> list[tuple[str, float, str, float]]:
         ("the same, `vllm serve`, at the start", slow, "start_timeout_s", StartConfig().start_timeout_s),
         ("the same, later", slow, "constant", FollowConfig().timeout_s),
         ("an engine's first install", first_s, "timeout_s", run_s),
+        ("what of an install shows nothing", model.slice / PEER, "STILL_S", STILL_S),
         ("fetch and convert, for all", slow + first_s, "claim_s", HubLimits().claim_s + size_s(published)),
         ("all replicas at their first version", slow + first_s, "constant (verl)", NO_REPLICA_S),
     ]

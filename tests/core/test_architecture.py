@@ -18,7 +18,7 @@ LAYERS = [
     {"errors", "log"},
     {"libcuda", "capturing", "digests", "kernels"},
     {"drivers", "deltas"},
-    {"types", "run_log", "deadline", "process", "device", "machine"},
+    {"types", "run_log", "deadline", "process", "device", "machine", "work"},
     {"options", "resources"},
     {"manifest"},
     {"protocol", "memory"},
@@ -120,7 +120,7 @@ NEVER = [
 LAZY = {("core.cli", "verl.doctor"), ("core.cli", "openrlhf.doctor")}  # by name, when a command asks for them
 
 # What adapters may know of core, besides the names that its package offers.
-FOR_ADAPTERS = {"options", "run_log", "log"}
+FOR_ADAPTERS = {"options", "run_log", "log", "work"}
 
 Rule = Callable[[Iterable[Import]], list[str]]
 

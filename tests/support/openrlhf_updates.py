@@ -106,7 +106,7 @@ class Store(FakeLLM):
 
     async def check_health(self) -> None: ...
 
-    def tensorhub_start_fetch(self, version: int, timeout_s: float) -> dict[str, Any]:
+    def tensorhub_start_fetch(self, version: int, timeout_s: float, grows: bool = False) -> dict[str, Any]:
         try:
             if self.refuses(version):
                 raise VersionRefused("tensor 'layers.0.mlp' is unknown")

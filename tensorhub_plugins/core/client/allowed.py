@@ -17,7 +17,7 @@ from tensorhub_plugins.core.memory.slab import Slab
 @dataclass(frozen=True)
 class Allowed:
     """The time limit of a call. began: its first line. timeout_s: for tensors of its caller. begins_with: the deadline
-    before it is known how much is read, which extends it if it grows: where the caller has given no timeout."""
+    before it is known how much is read. grows: that extends it, and each segment that arrives."""
 
     began: float
     timeout_s: float
@@ -25,11 +25,11 @@ class Allowed:
     grows: bool
 
     @classmethod
-    def begin(cls, timeout_s: float | None, tensors: object = None) -> Allowed:
-        """Begin a call that moves these tensors; has to be its first line."""
+    def begin(cls, timeout_s: float | None, tensors: object = None, *, grows: bool = False) -> Allowed:
+        """Begin a call that moves these tensors; has to be its first line. Without a timeout it grows in any case."""
         began = time.monotonic()
         allowed_s = timeout_for(timeout_s, _size_of(tensors) if timeout_s is None else 0)
-        return cls(began, allowed_s, Deadline(began + timeout_for(timeout_s, 0)), grows=timeout_s is None)
+        return cls(began, allowed_s, Deadline(began + timeout_for(timeout_s, 0)), grows or timeout_s is None)
 
     @property
     def deadline(self) -> Deadline:

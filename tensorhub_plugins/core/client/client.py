@@ -287,6 +287,7 @@ class Client(OfThisProcess):
         repair: bool = False,
         wanted: Iterable[TensorSpec] | None = None,
         borrow: bool = False,
+        grows: bool = False,
     ) -> Fetched:
         """Read a version into host memory of its own, in the first of `layouts` (by preference) that is available.
 
@@ -301,8 +302,9 @@ class Client(OfThisProcess):
         borrow: where another rollout of this host has the whole shard in memory that can be shared, use that, and take
         none. These tensors must not be written; a forked child does not have them. They are offered until the
         next such fetch begins; until then, and until they are released, the lender uses new memory for what it reads.
+        grows: timeout_s is for finding the version; then what its size adds, and as long as segments arrive.
         """
-        allowed = Allowed.begin(timeout_s, into)
+        allowed = Allowed.begin(timeout_s, into, grows=grows)
         arguments.check_layouts(layouts, converts=converts, serve=serve, repair=repair, borrow=borrow)
         with allowed.naming(version):
             only = None if wanted is None else arguments.wanted_table(wanted, allowed.deadline)

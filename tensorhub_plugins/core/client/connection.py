@@ -22,7 +22,7 @@ import msgspec
 import zmq
 from typing_extensions import assert_never
 
-from tensorhub_plugins.core import resources
+from tensorhub_plugins.core import resources, work
 from tensorhub_plugins.core.client import calls, session
 from tensorhub_plugins.core.deadline import Deadline, aside, bounded
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, TensorHubError, UsageError, refusal
@@ -220,6 +220,7 @@ class HubLink:
 
     def renew(self, requests: Iterable[int]) -> None:
         """Report progress under these grants."""
+        work.done()
         with self._lock:
             self._machine.renew(requests)
 
@@ -390,7 +391,8 @@ class HubLink:
                 self._welcomed.set_result(None)
         if isinstance(message, messages.Alive) and message.unreached:
             log.warning("%s: %s", self._name, printable(message.unreached))
-        self._machine.unreached = self.unreached.sessions(time.monotonic())  # for the next heartbeat, as is:
+        self._machine.unreached = self.unreached.sessions(time.monotonic())  # for the next heartbeat, as are:
+        self._machine.worked = work.count()
         if self._copies is not None and isinstance(message, messages.Welcome | messages.Alive):
             self._machine.room_bytes = min(self._copies.room_bytes(), messages.COUNT_MAX)
         if self._copies is not None and isinstance(message, messages.Alive) and message.hold:

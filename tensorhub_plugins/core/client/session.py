@@ -202,6 +202,7 @@ class Session:
     heartbeat_s: float = 1.0
     redial_s: float = REDIAL_S
     room_bytes: int = 0  # for copies that others need; the shell keeps it up to date
+    worked: int = 0  # pieces of work that this process has done; likewise
     unreached: tuple[bytes, ...] = ()  # sources that could not be connected to; likewise
     leaving: bool = False  # what we hold is about to go
     gate: Gate | None = None  # records which leases on us were used
@@ -548,6 +549,7 @@ class Session:
                 leaving=self.leaving,
                 served=None if self.gate is None else self.gate.take_served(),
                 unreached=self.unreached,
+                worked=self.worked,
             )
         )
 

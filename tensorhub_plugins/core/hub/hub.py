@@ -218,6 +218,8 @@ class Hub:
                 self._check_lease(due, now)
             case Pending():
                 waiters.mark_ready(due)
+            case Claim() if now < due.deadline:  # it has worked meanwhile
+                self.registry.schedule(due.deadline, due)
             case Claim():
                 self._outbox.log(f"{due.worker.name}: claim to convert {due.key} has expired")
                 self.registry.remove_claim(due)
@@ -543,6 +545,7 @@ class Hub:
             if isinstance(pending.message, m.Acquire) and request_id <= last_request_id and request_id not in asked:
                 self.registry.waiters.remove(pending)  # abandoned, and the message that says so was lost
         self.registry.renew(worker, heartbeat.progress, now)
+        self.registry.extend_claims(worker, heartbeat.worked, now)
         self._record_used(worker, heartbeat.served, now)
         unreached.hear(worker, heartbeat.unreached, self._outbox, now)
         history = worker.history

@@ -45,6 +45,7 @@ CONVERTERS_MAX = 64  # layouts of one model whose last converter is remembered
 LEASE_BOUNDS_KEPT_MAX = 2048  # per session, twice the leases that it may have
 TIMERS_KEPT_MIN = 1024  # beyond that, at most twice those that are current
 REFUSED_HEARTBEATS = 3  # of silence, of a worker whose address refuses connections
+CLAIM_TIMES_MAX = 10  # as long as was expected: for a worker that works on others wait no longer
 OWED_MAX = 2  # successive claims of readers' keys on a layout that may fail
 OWED_TIMES = 10  # for so many times the duration of such a claim, no other one is waited for
 UNUSED_HEARTBEATS = 10  # a segment takes less, and a reader that first needs memory can read elsewhere
@@ -539,12 +540,13 @@ class Registry:
     def add_claim(self, version: Version, worker: Worker, key: ShardKey, now: float, request_id: int = 0) -> None:
         """Record that a worker is to convert this shard. request_id: the Acquire with which it was assigned.
 
-        Others wait for it, for claim_s and what the version's size adds. The holder of a reader's key could claim again
-        and again, under new names, and never publish: failed claims on a layout are waited for OWED_MAX times as long
-        at once, and a tenth of the time in the long run. Beyond that each engine converts for itself.
+        Others wait for it, for claim_s and what the version's size adds, or as long as it works. The holder of a
+        reader's key could claim again and again, under new names, and never publish: failed claims on a layout are
+        waited for OWED_MAX times as long at once, and a tenth of the time in the long run. Beyond that each engine
+        converts for itself.
         """
         claim_s = self.limits.claim_s + size_s(version.published_size_bytes)
-        claim = Claim(worker, version, key, now + claim_s, request_id)
+        claim = Claim(worker, version, key, now + claim_s, now + CLAIM_TIMES_MAX * claim_s, request_id)
         if worker.role == "reader":
             self._charge(claim, now)
         if key in version.claims:
@@ -554,11 +556,25 @@ class Registry:
         version.claims[key] = worker.claims[key] = claim
         self.schedule(claim.deadline, claim)
 
+    def extend_claims(self, worker: Worker, worked: int, now: float) -> None:
+        """Have others wait for claim_s from now, if this worker has worked since its last heartbeat."""
+        if worked <= worker.worked:
+            return
+        worker.worked = worked
+        for claim in worker.claims.values():
+            more_s = min(now + self.limits.claim_s, claim.until) - claim.deadline
+            if more_s > 0 and claim.is_waited_for:
+                claim.deadline += more_s
+                if claim.charged_s:
+                    cut = (claim.key.layout, claim.key.shard_count)
+                    claim.charged_s += OWED_TIMES * more_s
+                    worker.history.owed_until[cut] = worker.history.owed_until.get(cut, now) + OWED_TIMES * more_s
+
     def _charge(self, claim: Claim, now: float) -> None:
         """Charge once for all shards of its replica, which are to be converted by the same deadline."""
         cut, history, claim_s = (claim.key.layout, claim.key.shard_count), claim.worker.history, claim.deadline - now
         if (other := next(_beside(claim), None)) is not None:
-            claim.is_waited_for, claim.deadline = other.is_waited_for, other.deadline
+            claim.is_waited_for, claim.deadline, claim.until = other.is_waited_for, other.deadline, other.until
             return
         owed = history.owed_until = {each: until for each, until in history.owed_until.items() if until > now}
         until = owed.get(cut, now)

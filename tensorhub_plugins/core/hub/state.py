@@ -123,7 +123,8 @@ class Claim(_Referred):
     worker: Worker
     version: Version
     key: ShardKey
-    deadline: float
+    deadline: float  # it moves as the worker works, until the next
+    until: float
     request_id: int = 0  # the Acquire with which it was assigned; 0: a Hello has reported it
     is_waited_for: bool = True  # others wait for its layout, see `Registry.add_claim`
     charged_s: float = 0.0  # to be refunded if it is fulfilled
@@ -220,6 +221,7 @@ class Worker(_Referred):
     unreached: dict[bytes, float] = field(default_factory=dict)  # sources that it cannot connect to -> when it said so
     is_said_unreached: bool = False  # that a reader cannot connect to this one
     room_bytes: int = 0  # free for copies that others need, as last reported
+    worked: int = 0  # likewise: pieces of work
     is_leaving: bool = False  # it hands over what only it has
     published_size_bytes: int = 0  # what it holds of what it has published
     group: GroupId = field(init=False)  # the replica whose members agree on "latest"

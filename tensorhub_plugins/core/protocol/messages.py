@@ -243,6 +243,7 @@ class Heartbeat(_Message, frozen=True):
     number that grows; a worker without progress for too long is not reading, and loses the lease. room_bytes: free for
     copies that the hub may ask it to hold (`Alive.hold`); 0: none, or the worker is older than this field. leaving:
     what it holds is about to go. served: leases on it (`Claim.reader`) used since the last heartbeat; None: unknown.
+    worked: pieces of work that its process has done: while they grow, others wait for what it has claimed to convert.
     """
 
     hub: Session
@@ -256,6 +257,7 @@ class Heartbeat(_Message, frozen=True):
     leaving: bool = False
     served: Annotated[tuple[Word, ...], msgspec.Meta(max_length=SERVED_MAX)] | None = None
     unreached: Sessions = ()  # sources that it could not connect to, a minute ago at most
+    worked: Count = 0
 
 
 class Bye(_Message, frozen=True):

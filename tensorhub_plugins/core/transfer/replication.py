@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core import errors
-from tensorhub_plugins.core.deadline import remaining_s, size_s
+from tensorhub_plugins.core.deadline import TIMEOUT_S, remaining_s, size_s
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol import reach
@@ -67,7 +67,7 @@ class Replication:
     algorithm: the only digest algorithm that is accepted; None: any.
 
     deadline: an instant on the clock of `now`. timeout_s: the same as seconds, for errors. grows: the caller has given
-    no deadline, and each shard extends it by the time for its size.
+    no deadline, and each shard extends it by the time for its size, each segment to TIMEOUT_S from then.
     """
 
     version: int
@@ -295,11 +295,14 @@ class Replication:
         state.lender = state.lender if event.is_borrowed else None
         if self.grows and self._key(event.shard) not in self._grown:
             self._grown.add(self._key(event.shard))
-            self.deadline += size_s(event.size_bytes)
-            self.timeout_s += size_s(event.size_bytes)
+            self._extend(size_s(event.size_bytes))
         state.has_bases = 2 * event.based > len(event.needed)
         state.begin(event.needed, now, self.limits)
         self._go_on(event.shard, state, now)
+
+    def _extend(self, more_s: float) -> None:
+        self.deadline += more_s
+        self.timeout_s += more_s
 
     # --- reading ---
 
@@ -349,6 +352,8 @@ class Replication:
             self._arrived_corrupt(event, now)
             return
         self._retries = 0  # progress: the next loss is a new one
+        if self.grows and self.deadline < now + TIMEOUT_S:  # what is slow but comes is waited for
+            self._extend(now + TIMEOUT_S - self.deadline)
         del state.missing[event.segment]
         source.arrived(event.segment, now, waited=event.waited, by_delta=event.by_delta)
         self._effects.append(Verified(event.shard, event.session, event.segment))

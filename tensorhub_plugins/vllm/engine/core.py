@@ -153,10 +153,16 @@ class Core:
         """Call in the loop. Where the versions of this request's answers start, see spans.py. forget: afterwards."""
         return self.spans.pop(request) if forget else self.spans.of(request)
 
-    async def ask(self, action: Callable[[], Any]) -> Any:
+    async def ask(self, action: Callable[[], Any], *, may_last: bool = False) -> Any:
         """Run this in the loop and return what it returns; of a future, when it is done. After LOOP_TIMEOUT_S it is not
-        run any more."""
-        return await asyncio.wait_for(asyncio.wrap_future(self._queue(action)), LOOP_TIMEOUT_S)
+        run any more. may_last: what has begun by then is waited for."""
+        done = self._queue(action)
+        answer = asyncio.wrap_future(done)
+        try:
+            await asyncio.wait({answer}, timeout=LOOP_TIMEOUT_S)
+            return await (answer if may_last and done.running() else asyncio.wait_for(answer, 0))
+        finally:
+            answer.cancel()
 
     def _queue(self, action: Callable[[], Any]) -> Future[Any]:
         done: Future[Any] = Future()
@@ -179,7 +185,7 @@ class Core:
                 self._let_go()  # it stays paused until the next one; the next question is answered with why
             return answers
 
-        return list(await self.ask(call))
+        return list(await self.ask(call, may_last=True))
 
     async def is_available(self) -> bool:
         """Return whether it is neither paused nor asleep."""

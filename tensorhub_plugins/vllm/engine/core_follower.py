@@ -304,6 +304,7 @@ class CoreFollower(Follower):
             self._ask_hub,
             worker=how.worker or joining.replica,
             timeout_s=how.timeout_s,
+            grows=how.grows,
             until=how.until,
             pins=how.pins,
             gate=Gate() if how.whole_prompts else None,

@@ -42,6 +42,7 @@ from tensorhub_plugins.core import (
     record,
     step_of,
     version_of,
+    work,
 )
 from tensorhub_plugins.core.log import get_logger
 
@@ -100,7 +101,7 @@ class Status(msgspec.Struct, frozen=True):
     is_whole: bool = True  # see Follower.is_whole
     is_broken: bool = False
     has_caught_up: bool = False
-    busy_until: float = 0.0  # monotonic seconds: an installation may keep the engine from answering until then
+    busy_since: float = 0.0  # monotonic seconds: since then an installation keeps the engine from answering; 0.0: none
     refusal: tuple[int, str] = (0, "")
     stays: bool = False  # it will not go on to the trainer's newest version
     pinned: int | None = None
@@ -110,7 +111,7 @@ class Status(msgspec.Struct, frozen=True):
 
     def may_answer(self, version: int) -> bool:
         """Return whether a prompt may begin now that asks for this version or a later one."""
-        return self.version >= version and not (self.is_broken or self.busy_until)
+        return self.version >= version and not (self.is_broken or self.busy_since)
 
 
 class Gate:
@@ -154,6 +155,7 @@ class Follower:
         *,
         worker: str,
         timeout_s: float,
+        grows: bool = False,
         until: int | None = None,
         pins: bool = True,
         gate: Gate | None = None,
@@ -161,13 +163,14 @@ class Follower:
     ) -> None:
         """Follow `target`: `Client.target` of a client that reads nothing itself; it blocks, so it is run in a thread.
 
-        until: the last version to follow. pins=False: for an engine that must have the trainer's newest, whatever is
-        pinned. gate: where all samples of a prompt come from one version.
+        grows: what works may take longer than timeout_s. until: the last version to follow. pins=False: for an engine
+        that must have the trainer's newest, whatever is pinned. gate: where all samples of a prompt come from one
+        version.
         """
         self.engine = engine
         self.target = target
         self.worker = worker
-        self.timeout_s = timeout_s
+        self.timeout_s, self.grows = timeout_s, grows
         self.until = until
         self.pins = pins
         self.gate = gate
@@ -179,7 +182,7 @@ class Follower:
         self.is_broken = False  # an installation failed half way: nothing may be generated
         self.is_paused = False  # and if nothing is broken or installed: because it cannot forget
         self._is_installing = False
-        self._busy_until = 0.0
+        self._busy_since = 0.0
         self.last_update = LastUpdate()
         self.updates = deque[LastUpdate](maxlen=UPDATES_MAX)  # not asked for yet
         self._pull_s = 0.0  # of the version that is being taken
@@ -308,13 +311,17 @@ class Follower:
 
     async def fetch(self, version: int) -> None:
         """Have every worker get its bytes, verified, beside generation."""
-        interval_s, deadline = POLL_INTERVAL_S, time.monotonic() + self.timeout_s + POLL_GRACE_S
-        await self.engine.rpc("tensorhub_start_fetch", version, self.timeout_s)
+        interval_s, began, worked = POLL_INTERVAL_S, time.monotonic(), 0
+        await self.engine.rpc("tensorhub_start_fetch", version, self.timeout_s, self.grows)
         while True:
             workers = await self.engine.rpc("tensorhub_poll")
             if all(worker["state"] == "ready" for worker in workers):
                 return
-            if any(worker["state"] == "fetching" for worker in workers) and time.monotonic() < deadline:
+            before, worked = worked, sum(worker.get("worked", 0) for worker in workers)
+            if self.grows and worked != before:
+                began = time.monotonic()
+            is_late = time.monotonic() >= began + self.timeout_s + POLL_GRACE_S
+            if any(worker["state"] == "fetching" for worker in workers) and not is_late:
                 await self.sleep(
                     interval_s := min(1.1 * interval_s, POLL_INTERVAL_MAX_S)
                 )  # a tenth of what it has taken
@@ -339,11 +346,11 @@ class Follower:
                 raise UpdateFailed(str(error), version=version, phase="prepare") from error
             raise
         finally:
-            self._busy_until = 0.0
+            self._busy_since = 0.0
 
     async def _may_be_busy(self) -> None:
-        """Note that the workers answer nothing else until they have done this, or its time is over."""
-        self._busy_until = time.monotonic() + self.timeout_s
+        """Note that the workers answer nothing else until they have done this."""
+        self._busy_since = time.monotonic()
         await self._notify()
 
     def _note_refusal(self, version: int, workers: Sequence[Mapping[str, Any]]) -> bool:
@@ -407,7 +414,7 @@ class Follower:
                 lost=len(frozen - running - departed),
             )
         finally:
-            self._is_installing, self._busy_until = False, 0.0
+            self._is_installing, self._busy_since = False, 0.0
 
     async def _go_on(self) -> None:
         """Resume once what was computed with other weights is forgotten; else it stays as it is."""
@@ -446,7 +453,7 @@ class Follower:
             is_whole=self.is_whole,
             is_broken=self.is_broken,
             has_caught_up=self.has_caught_up,
-            busy_until=self._busy_until,
+            busy_since=self._busy_since,
             refusal=self.refusal,
             stays=is_last or self.refusal[0] > 0 or of_hub.get("pinned") is not None,
             last=self.last_update,
@@ -523,14 +530,14 @@ class Follower:
             refused, why = self.refusal
             if refused >= version > self.version:
                 raise VersionRefused(why, version=refused)
-            if deadline.expired:
+            if deadline.expired and not (self.grows and time.monotonic() < work.last_at() + self.timeout_s):
                 raise UpdateFailed(
                     f"{self.worker} has version {self.version} and was asked to answer from a later one",
                     version=version,
                     phase="need",
                     timeout_s=self.timeout_s,
                 )
-            await self._reach(version, min(deadline.remaining(), ASK_INTERVAL_S))
+            await self._reach(version, min(deadline.remaining() or ASK_INTERVAL_S, ASK_INTERVAL_S))
 
     async def _reach(self, version: int, timeout_s: float) -> None:
         """Wait until it is installed, or refused, at most for so long."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tensorhub_plugins.core import HubUnreachable, TensorHubError, UsageError, VersionRefused
+from tensorhub_plugins.core import HubUnreachable, TensorHubError, UsageError, VersionRefused, work
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.engine.follower import UpdateFailed
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
@@ -39,8 +39,9 @@ class EngineLost(TensorHubError):
 
 
 def own_engines() -> None:
-    """Call in the actor, before it starts an engine: its workers end with this process."""
+    """Call in the actor, before it starts an engine: its workers end with this process, and show it that they work."""
     os.environ[OWNER_PID] = str(os.getpid())
+    work.share()
 
 
 class Lifeline:
@@ -52,7 +53,8 @@ class Lifeline:
         self.is_dying = False
         self._waiting_since: float | None = None  # the first question since the last answer
         self._pending = 0
-        self.busy_until = 0.0  # an installation keeps the engine from answering until then, in monotonic seconds
+        self.busy_since = 0.0  # since then an installation keeps the engine from answering, in monotonic seconds
+        self.timeout_s = work.STILL_S  # of one whose work does not show
         self._watching: asyncio.Task[None] | None = None
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -123,10 +125,15 @@ class Lifeline:
             await self.rpc("tensorhub_ping")
 
     def silent_s(self) -> float:
-        """Return the seconds for which vLLM has left a question without an answer."""
-        if self._waiting_since is None or time.monotonic() <= self.busy_until:
+        """Return the seconds for which vLLM has left a question without an answer. An installation leaves all, as long
+        as it works: judged by what it does (core/work.py), not by how long it takes."""
+        if self._waiting_since is None:
             return 0.0
-        return time.monotonic() - self._waiting_since
+        if not self.busy_since:
+            return time.monotonic() - self._waiting_since
+        worked_at = work.last_at()
+        still_s = time.monotonic() - max(self._waiting_since, self.busy_since, worked_at)
+        return still_s if still_s > (min(self.timeout_s, work.STILL_S) if worked_at else self.timeout_s) else 0.0
 
     def die(self, error: BaseException) -> None:
         if self.is_dying:

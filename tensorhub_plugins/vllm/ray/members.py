@@ -46,6 +46,7 @@ class Heartbeat(TypedDict, total=False):
     version: Required[int]
     ready: bool  # it may take work
     silent_s: float  # for so long its engine has left a question unanswered, whatever the actor around it does
+    idle_s: float  # for so long it has fetched and installed nothing
     refusal: tuple[int, str]  # a newer version that it cannot install, and why
     stays: bool  # it will not go on to a newer version: pinned, or not one that follows
     follows: bool  # the store; others are moved in and out by their framework
@@ -71,6 +72,7 @@ class Member:
     silent_since: float = 0.0  # its last answer, or the question that it leaves unanswered
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(version=0))  # the last one
     ready: bool = False
+    worked_at: float = 0.0  # when it last advanced with a version
     version: int = 0
     installed_at: float = 0.0  # when this version was first heard of
     refusal: tuple[int, str] = (0, "")
@@ -159,6 +161,7 @@ class Members:
         member.heartbeat, member.worker = heartbeat, heartbeat.get("worker", member.worker)
         member.deaths, ready, silent_s = 0, heartbeat.get("ready", True), heartbeat.get("silent_s", 0.0)
         member.has_served = member.has_served or ready
+        member.worked_at = max(member.worked_at, now - heartbeat.get("idle_s", math.inf))
         if silent_s > self.timeout_s:  # the actor is well, its engine is not: no sign of life
             member.silent_since = now - silent_s
             return False
@@ -226,6 +229,11 @@ class Members:
         """Return the silence for which it is ended. An external one could not be started again from here."""
         limit_s = member.heartbeat.get("engine_timeout_s", self.engine_timeout_s)
         return math.inf if member.kind == "external" else limit_s
+
+    @property
+    def worked_at(self) -> float:
+        """Return when one of them last advanced with a version: those that wait for any replica wait on."""
+        return max((one.worked_at for one in self.all.values()), default=0.0)
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ no core that may be busy.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -15,7 +16,7 @@ from typing import Any, cast
 import msgspec
 import ray
 
-from tensorhub_plugins.core import TensorHubError
+from tensorhub_plugins.core import TensorHubError, work
 from tensorhub_plugins.vllm.config import FollowConfig
 from tensorhub_plugins.vllm.engine.core_follower import starts_in
 from tensorhub_plugins.vllm.engine.follower import Status
@@ -36,14 +37,14 @@ class OwnedEngine:
     def keep(self, *works: Coroutine[Any, Any, None]) -> None:
         """Do this until the engine leaves, and watch whether vLLM lives: a dead one answers nothing that is pending.
         The actor ends with what fails: it must not pass for one that follows."""
-        for work in works if self._tasks else (*works, self.lifeline.probe()):
-            task = asyncio.create_task(work)
+        for each in works if self._tasks else (*works, self.lifeline.probe()):
+            task = asyncio.create_task(each)
             task.add_done_callback(exit_on_error)
             self._tasks.append(task)
 
     async def follow(self, joining: dict[str, Any], secret: str | None, how: FollowConfig) -> None:
         """Have the engine join the store as this, see WorkerConfig, and follow it. Raises what keeps it from that."""
-        self._whole_prompts = how.whole_prompts
+        self._whole_prompts, self.lifeline.timeout_s = how.whole_prompts, how.timeout_s
         await self.lifeline.call("tensorhub_follow", joining, msgspec.structs.asdict(how), secret)
 
     async def watch(self) -> None:
@@ -51,7 +52,7 @@ class OwnedEngine:
         while True:
             news = await self._ask("news", self.status.revision)
             self.status = msgspec.convert(news, Status)
-            self.lifeline.busy_until = self.status.busy_until
+            self.lifeline.busy_since = self.status.busy_since
             async with self._changed:
                 self._changed.notify_all()
 
@@ -96,6 +97,7 @@ class OwnedEngine:
         """Return what a dispatcher asks. own: what only this framework's actor knows."""
         last, silent_s = self.status.last, self.lifeline.silent_s()
         told = {"version": self.status.version, "refusal": self.status.refusal, "silent_s": silent_s}
+        told["idle_s"] = time.monotonic() - work.last_at()
         cost = {"pull_s": last.pull_s, "pause_s": last.pause_s, "sources": last.sources}
         return cast(Heartbeat, {**told, **cost, "node": ray.get_runtime_context().get_node_id(), **own})
 

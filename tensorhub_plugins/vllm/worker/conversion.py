@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import torch
 
-from tensorhub_plugins.core import Slab, UsageError, copy_all, flat_bytes, without_aliases
+from tensorhub_plugins.core import Slab, UsageError, copy_all, flat_bytes, without_aliases, work
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.worker import online, reload, weights
 from tensorhub_plugins.vllm.worker.contract import some
@@ -221,7 +221,7 @@ class Conversion:
     def _copy(self, checkpoint: Iterable[tuple[str, Sequence[Held]]]) -> None:
         copies = self._copies()
         with torch.no_grad():
-            copy_all(pair for name, held in checkpoint for pair in copies(name, held))
+            copy_all(pair for name, held in work.counted(checkpoint) for pair in copies(name, held))
         weights.refresh_scalars(self._model)
 
     def _copies(self) -> Callable[[str, Sequence[Held]], Pairs]:
@@ -246,19 +246,19 @@ class Conversion:
     def _whole(self, given: Given, names: Sequence[str] | None = None) -> Weights:
         """Return the whole tensors, in the same order in all workers that quantize together."""
         names = given.names if names is None else names
-        return given.whole(sorted(names) if self._steps.together else names)
+        return work.counted(given.whole(sorted(names) if self._steps.together else names))
 
     def _state(self) -> _State:
         live = weights.tensors(self._model)
         own = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
         hidden: dict[str, object] = {}
-        for name, value in walk(self._model):
+        for name, value in work.counted(walk(self._model)):
             if isinstance(value, torch.Tensor):
                 if value.untyped_storage().data_ptr() not in own:
                     hidden[name] = _digests_of(value.contiguous())
             elif not weights.is_refreshed(name):
                 hidden[name] = repr(value)  # NaN is equal to itself there
-        return _State({name: _digests_of(tensor) for name, tensor in live.items()}, hidden)
+        return _State({name: _digests_of(tensor) for name, tensor in work.counted(live.items())}, hidden)
 
 
 class Places:

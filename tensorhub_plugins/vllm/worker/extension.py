@@ -98,9 +98,10 @@ class TensorHubWorkerExtension:
             "vllm": vllm.__version__,
         }
 
-    def tensorhub_start_fetch(self, version: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Start fetching this version, in a thread. UsageError during another fetch, or if it is installed."""
-        _updater(self).start_fetch(version, timeout_s)
+    def tensorhub_start_fetch(self, version: int, timeout_s: float = TIMEOUT_S, grows: bool = False) -> None:
+        """Start fetching this version, in a thread. UsageError during another fetch, or if it is installed. grows: it
+        may take longer than timeout_s while it advances."""
+        _updater(self).start_fetch(version, timeout_s, grows)
 
     def tensorhub_poll(self) -> dict[str, Any]:
         """Return state ("idle", "fetching", "ready", "failed", "broken"), version, next_version, error, report, ..."""

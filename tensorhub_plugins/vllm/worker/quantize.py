@@ -53,6 +53,8 @@ class Quantizer:
         self._block, self._quantizes = block or (1, 1), block is not None
         self._floats: Shapes | None = None  # the last checkpoint's
         self._names: frozenset[str] = frozenset()  # the tensors of it that are quantized
+        # On their device; asked now, as during a reload all may be without memory.
+        self._like = next((each.new_empty(0) for each in model.parameters() if not each.is_meta), torch.empty(0))
 
     def knows(self, shapes: Shapes) -> bool:
         """Return whether `learn` would learn nothing."""
@@ -110,19 +112,14 @@ class Quantizer:
         """Return a checkpoint as the loaders want it. Its shapes are known."""
         return _Quantized(floats, self) if self._names else floats
 
-    def regions(self, name: str, floats: Given) -> list[Held]:
-        """Return what is made of a tensor of floats, or its scales."""
-        of = name if name in floats.held else name.removesuffix(SCALE)
-        if of not in self._names:
-            return list(floats.held[name])
-        found = []
-        for region, tensor in floats.held[of]:
-            values, scales = quantize(tensor, self._block, self._vllm_config.model_config.dtype, self._like)
-            if of != name:
-                start = [first // block for first, block in zip(region.start, self._block, strict=True)]
-                region, values = Region(tuple(start), tuple(scales.shape)), scales
-            found.append(Held(region, values))
-        return found
+    def quantizes(self, name: str) -> bool:
+        return name in self._names
+
+    def made(self, held: Held) -> tuple[Held, Held]:
+        """Return what is made of a region of floats, and its scales."""
+        values, scales = quantize(held.tensor, self._block, self._vllm_config.model_config.dtype, self._like)
+        start = [first // block for first, block in zip(held.region.start, self._block, strict=True)]
+        return Held(held.region, values), Held(Region(tuple(start), tuple(scales.shape)), scales)
 
     def names(self, floats: Given) -> list[str]:
         """Return the names of what is made of these floats."""
@@ -132,18 +129,25 @@ class Quantizer:
         """Return the tensors that stay as they are."""
         return {name: tensor for name, tensor in floats.tensors.items() if name not in self._names}
 
-    @property
-    def _like(self) -> torch.Tensor:
-        return next(parameter for parameter in self._model.parameters() if not parameter.is_meta)
-
 
 class _Quantized(Given):
     """What is made of a checkpoint of floats."""
 
     def __init__(self, floats: Given, quantizer: Quantizer) -> None:
-        held = Lazy(quantizer.names(floats), lambda name: quantizer.regions(name, floats))
-        super().__init__(held, quantizer.shapes(floats.shapes))
+        super().__init__(Lazy(quantizer.names(floats), self._regions), quantizer.shapes(floats.shapes))
         self._floats, self._quantizer = floats, quantizer
+        self._made: tuple[str, list[tuple[Held, Held]]] = "", []  # of the last tensor
+
+    def _regions(self, name: str) -> list[Held]:
+        """Return what is made of a tensor, or its scales: both at once, as its loaders ask for one after the other."""
+        of = name if name in self._floats.held else name.removesuffix(SCALE)
+        if not self._quantizer.quantizes(of):
+            return list(self._floats.held[name])
+        if self._made[0] != of:
+            self._made = of, [self._quantizer.made(held) for held in self._floats.held[of]]
+        found = [each[of != name] for each in self._made[1]]
+        self._made = self._made if of == name else ("", [])  # the memory is the next one's
+        return found
 
     @property
     def is_whole(self) -> bool:

@@ -32,6 +32,7 @@ from tensorhub_plugins.core import (
     VersionRefused,
     forget_live_memory,
     run_log,
+    work,
 )
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig
@@ -69,7 +70,7 @@ class Updater:
         self._fetching: Future[None] | None = None  # the last fetch
         self._serving: Future[None] | None = None  # the last offer to peers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub")
-        self._is_leaving = False
+        self._is_leaving = self._grows = False
         self._asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._plans_ahead = position.shard_count > 1  # else a worker needs everything
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
@@ -111,10 +112,12 @@ class Updater:
             self._answer(self._asked.get())
         with self._lock:
             serving = self._serving is not None and not self._serving.done()
-            return {**self._state.status(), "serving": serving, "layout": self.position.layout}
+            told = {"serving": serving, "layout": self.position.layout, "worked": work.count()}
+            return {**self._state.status(), **told}
 
-    def start_fetch(self, version: int, timeout_s: float, *, in_place: bool | None = None) -> None:
-        """Start fetching this version, in the background; drop what was staged and not installed.
+    def start_fetch(self, version: int, timeout_s: float, grows: bool = False, *, in_place: bool | None = None) -> None:
+        """Start fetching this version, in the background; drop what was staged and not installed. grows: its reads may
+        take longer, see Client.fetch.
 
         in_place: read it into the live weights during the install, if a peer has this layout (None: as configured, or
         when they are broken: then only damaged parts are read, and the engine does not generate meanwhile).
@@ -122,6 +125,7 @@ class Updater:
         if in_place is None:
             in_place = self.config.install == "direct" or self._state.broken is not None
         self._handle(update_state.StartFetch(version, Deadline.after(timeout_s), in_place))
+        self._grows = grows
 
     def update(self, version: int, timeout_s: float, *, in_place: bool | None = None) -> dict[str, Any]:
         """Fetch and install at once, while the engine is paused. Never raises; returns what `install` does."""
@@ -398,7 +402,8 @@ class Updater:
     def _get(self, version: int, layouts: tuple[str, ...], deadline: Deadline, **how: Any) -> Staged:
         """Fetch a version. how: serve, into, repair and wanted, see Client.fetch."""
         began, timeout_s = time.monotonic(), deadline.remaining()
-        return self._came(self._client.fetch(version, layouts, timeout_s=timeout_s, borrow=True, **how), began)
+        how = {**how, "borrow": True, "grows": self._grows}
+        return self._came(self._client.fetch(version, layouts, timeout_s=timeout_s, **how), began)
 
     def _came(self, fetched: Fetched, began: float) -> Staged:
         self._handle(update_state.BytesRead(fetched.report))

@@ -14,7 +14,7 @@ import pytest
 from hub_scenarios import RUNTIME, Scenario, source_of
 
 from tensorhub_plugins.core.hub.limits import LEASES_PER_SESSION_MAX, HubLimits
-from tensorhub_plugins.core.hub.registry import CONVERTERS_MAX, OWED_MAX, OWED_TIMES
+from tensorhub_plugins.core.hub.registry import CLAIM_TIMES_MAX, CONVERTERS_MAX, OWED_MAX, OWED_TIMES
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.security.leases import name_of
@@ -407,6 +407,24 @@ def test_a_readers_key_holds_engines_up_no_longer_than_a_claim_or_two(role: Role
     assert converts(story, "rollout/0", 2) and history.owed_until.keys() <= {(RUNTIME, 1)}
     story.join("late/0")
     assert not converts(story, "late/0", 2)  # given back
+
+
+@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize("role", ["reader", "publisher"])
+def test_a_converter_that_works_on_is_waited_for_ten_times_as_long_at_most(role: Role, works: bool) -> None:
+    """It converts for longer than claim_s; one whose heartbeats all say the same stands still."""
+    story = claiming(role, "slow/0", "rollout/0")
+    assert converts(story, "slow/0") and not converts(story, "rollout/0")
+    waited_s = 0.0
+    while not is_to_convert(story, "rollout/0"):
+        story.wait(CLAIM_S - 1.0)
+        waited_s += CLAIM_S - 1.0
+        story.beat("slow/0", worked=int(waited_s) if works else 1)
+    limit_s = CLAIM_TIMES_MAX * CLAIM_S
+    assert limit_s - 1 <= waited_s <= limit_s + CLAIM_S if works else waited_s < 3 * CLAIM_S
+    (history,) = story.hub.registry.histories.values()
+    owed_s = history.owed_until.get((RUNTIME, 1), story.now) - story.now
+    assert (owed_s > OWED_TIMES * (waited_s - 2 * CLAIM_S) / 2) == (role == "reader"), "all of it was waited in vain"
 
 
 def test_claims_that_are_kept_are_waited_for_however_many() -> None:

@@ -7,6 +7,7 @@ import pytest
 from replication_story import LIMITS, RUNTIME, TIMEOUT_S, A, B, C, Story, gives_up, grant, granted, manifest
 
 from tensorhub_plugins.core import errors
+from tensorhub_plugins.core.deadline import TIMEOUT_S as SLOW_S
 from tensorhub_plugins.core.manifest import NO_DIGESTS
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.transfer import replication as r
@@ -89,6 +90,23 @@ def test_the_deadline_that_nobody_has_given_moves_with_what_is_to_be_read_once_a
     for _ in range(2):  # the second, after a loss, is of the same bytes
         story.machine.handle(r.Prepared(0, (0, 1, 2), size_bytes=10 * 10**9), 0.0)
         assert story.machine.deadline == story.machine.timeout_s == TIMEOUT_S + 20 * grows
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_what_comes_slowly_is_waited_for_and_what_stands_still_is_not(grows):
+    story, of = Story(grows=grows), manifest(4)
+    story.then(r.Begin())
+    story.then(granted(1, grant(0, A, of)))
+    handle = story.machine.handle
+    handle(r.Opened(0, A, of), 0.0)
+    handle(r.Prepared(0, (0, 1, 2, 3)), 0.0)
+    now = TIMEOUT_S - 1
+    for segment in range(3 if grows else 1):
+        handle(r.Arrived(0, A, segment, True), now)
+        limit_s = now + SLOW_S if grows else TIMEOUT_S
+        assert story.machine.deadline == pytest.approx(limit_s) and story.machine.timeout_s == pytest.approx(limit_s)
+        now += SLOW_S - 1
+    assert gives_up(handle(r.Tick(), limit_s + 0.1)).timeout_s == story.machine.timeout_s
 
 
 def test_what_was_published_without_digests_is_not_read_by_who_compares_them():

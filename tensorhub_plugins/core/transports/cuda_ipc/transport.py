@@ -54,8 +54,9 @@ from tensorhub_plugins.core.transports.stream.source import StreamServer
 
 SCHEME = "cuda_ipc://"
 THREADS = 2  # one waits for its copy, or finishes digests, while the other queues the next
-COPY_SIZE_BYTES = 128 << 20  # at once: 0.1 ms of a GPU's memory bandwidth, ten times the cost of queueing it
-STAGE_SIZE_BYTES = 32 << 20  # the same where digests are computed: the size of each thread's staging buffer
+# At once: 0.1 ms of a GPU's memory bandwidth, ten times the cost of queueing it. Where digests are computed, it is each
+# thread's staging buffer, and a program digests four segments one block after the other: several are needed at a time.
+COPY_SIZE_BYTES = 128 << 20
 OPEN_MAX = 64  # sources whose memory stays open
 
 
@@ -171,8 +172,7 @@ class CudaIpcLink(SocketLink):
             raise SourceLost("no CUDA device is in use here")
         source = transport.open(memory, device, self._owner_liveness_fd)
         batch = _Batch(self._channels[0], source, device, transport.stream_of(device), manifest, plan)
-        size_bytes = STAGE_SIZE_BYTES if plan.computes else COPY_SIZE_BYTES
-        at_once = max(1, size_bytes // manifest.segment_size_bytes)
+        at_once = max(1, COPY_SIZE_BYTES // manifest.segment_size_bytes)
         stream = AnnouncedStream(self, transport._pool, batch.copy, batch=at_once, deadline=deadline)
         return pump(stream, segments, self._additional)
 
