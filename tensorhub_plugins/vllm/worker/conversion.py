@@ -142,12 +142,14 @@ class Conversion:
         except Exception:
             self._plan = None
             logger.exception("how this model follows updates was not put to the test, so raw copies are not traded")
-        if not self._steps.all("all that is needed", self._is_as(first, noisy, given)):
+        last = self._as_needed(first, noisy, given)
+        if not self._steps.all("all that is needed", last is not None):
             self._copies_are_right, self._plan, self._process = False, None, frozenset()
             if not self._steps.all("a whole checkpoint", given.is_whole):
                 raise NotEnough("the model takes more of the checkpoint than its loaders were seen to take")
             self._reload(self._whole(given))
-        self._judge(first, noisy, self._state())
+            last = None
+        self._judge(first, noisy, last or self._state())
         how = "plain copies" if self._copies_are_right else "vLLM's reload"
         if self._plan is not None and self._process:
             how = f"plain copies, and by vLLM's reload of {len(self._process)} layers, {some(sorted(self._process))}"
@@ -168,24 +170,24 @@ class Conversion:
             self._process = frozenset(layers) if lags else plan.process | {layer_of(name) for name in wrong}
             self._plan = plan
 
-    def _is_as(self, first: _State, noisy: _State | None, given: Given) -> bool:
-        """Install only what the plan needs, and return whether that has the same result as a reload of everything."""
+    def _as_needed(self, first: _State, noisy: _State | None, given: Given) -> _State | None:
+        """Install only what the plan needs, and return the state; None: it is not that of a reload of everything."""
         plan = self._plan
         if plan is None:
             if self._copies_are_right:
                 self._install(given)
-            return self._copies_are_right
+            return self._state() if self._copies_are_right else None
         try:
             self._install(given.cut(plan.needed, filler=NONSENSE))
         except Exception:
             logger.warning("what was seen to be needed of a checkpoint is not enough to install it", exc_info=True)
-            return False
+            return None
         now = self._state()
         derived = [] if noisy is None else _differ(first.hidden, noisy.hidden)
         wrong = _differ(first.weights, now.weights) + [n for n in derived if first.hidden.get(n) != now.hidden.get(n)]
         if wrong:
             logger.info("what was seen to be needed of a checkpoint is not enough for %s", some(sorted(wrong)))
-        return not wrong
+        return None if wrong else now
 
     def _judge(self, first: _State, noisy: _State | None, last: _State) -> None:
         stale = _differ(first.weights, last.weights)

@@ -50,7 +50,7 @@ from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memo
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank, shares_experts
-from tensorhub_plugins.vllm.worker import addresses, cpu, fingerprint, online, progress, weights
+from tensorhub_plugins.vllm.worker import addresses, cpu, fingerprint, need, online, progress, weights
 from tensorhub_plugins.vllm.worker.external_change import external_change
 from tensorhub_plugins.vllm.worker.methods import CHANGE_WEIGHTS, may_change_weights
 from tensorhub_plugins.vllm.worker.updater import Updater
@@ -217,6 +217,8 @@ def hook(worker_class: type) -> None:
     if "tensorhub_hooked" in vars(worker_class):
         return
     worker_class.tensorhub_hooked = True  # type: ignore[attr-defined]
+    for each in worker_class.__mro__:
+        need.wait_for_the_last(each)
     wrappers: dict[str, Callable[..., Any]] = {
         "compile_or_warm_up_model": _warm_up,
         "execute_model": _execute_model,

@@ -1,16 +1,25 @@
-"""The host memory that the workers of an engine will need, reported before anything is read."""
+"""The memory that the workers of an engine need: the host's, reported before anything is read; and the device's."""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 
 from tensorhub_plugins.core import Client
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.vllm.config import shares_experts
 from tensorhub_plugins.vllm.worker import online, quantize, weights
 
+logger = get_logger(__name__)
+
+FREED_S = 10.0  # without more free memory: it is not that of a process that has just ended
+FREED_INTERVAL_S = 0.25
 MEND = 'use a larger tensor_parallel_size over more hosts, or install="direct"'
 
 
@@ -29,3 +38,36 @@ def workers_of_host(vllm_config: Any) -> int:
     if parallel is not None and shares_experts(vllm_config):
         workers *= parallel.data_parallel_size_local
     return workers
+
+
+def wait_for_the_last(worker_class: type) -> None:
+    """Have vLLM's worker wait for the device's memory before it refuses to start: of an engine that was killed the
+    driver still frees it when the next one begins, which then fails until its restarts are used up."""
+    module = sys.modules.get(worker_class.__module__)
+    original = getattr(module, "request_memory", None)
+    if original is not None and not hasattr(original, "tensorhub_waits"):
+        module.request_memory = waiting(original)  # type: ignore[attr-defined]
+
+
+def waiting(
+    original: Callable[[Any, Any], int],
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Callable[[Any, Any], int]:
+    """Return vLLM's `request_memory`, called when there is enough, or when no more has come for FREED_S."""
+
+    @wraps(original)
+    def request_memory(snapshot: Any, cache_config: Any) -> int:
+        needed = snapshot.total_memory * cache_config.gpu_memory_utilization
+        most, since = snapshot.free_memory, now()
+        if most < needed:
+            logger.warning("%.1f GB of the device's memory are not free yet: waiting", (needed - most) / 1e9)
+        while snapshot.free_memory < needed and now() - since < FREED_S:
+            sleep(FREED_INTERVAL_S)
+            snapshot.measure()
+            if snapshot.free_memory > most:
+                most, since = snapshot.free_memory, now()
+        return original(snapshot, cache_config)
+
+    request_memory.tensorhub_waits = True  # type: ignore[attr-defined]
+    return request_memory
