@@ -123,8 +123,8 @@ test-deploy: ## the chart, the alerts, the dashboard and the wheel (helm is fetc
 test-rdma: ## RDMA by soft-RoCE in two virtual machines; says why where there can be none (status 77 means that)
 	@$(IN_ENV); python -m recipes.rdma_vm || [ $$? = 77 ]
 
-# A machine that has torch and pytest needs no environment of ours. Without: ours, which is for the CPU.
-IN_GPU_ENV = python="$(PYTHON)"; $$python -c 'import torch, pytest' 2>/dev/null || { $(IN_ENV); python=python; }
+# A machine that has what recipes/bench/gpu/README.md names needs no environment of ours. Without: ours, which is for the CPU.
+IN_GPU_ENV = python="$(PYTHON)"; $$python -c 'import torch, pytest, triton, msgspec, zmq, xxhash, blake3' 2>/dev/null || { $(IN_ENV); python=python; }
 
 test-gpu: ## on a GPU, with torch 2.11 or newer and without vLLM: every row of the suite; where there is none, says so
 	@$(IN_GPU_ENV); "$$python" -m pytest -q tests/gpu

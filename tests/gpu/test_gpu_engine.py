@@ -40,7 +40,7 @@ def test_installs_between_replays(place, clients, sizes, engine, way):
     """Addresses stay, no step sees two versions, and what is computed is what a fresh engine computes."""
     trainer, rollout = clients("trainer"), clients("rollout")
     places = {name: tensor.data_ptr() for name, tensor in engine.weights.items()}
-    last = place.size(100, 4)
+    last = place.size(40, 4)
     for version in range(1, last + 1):
         weights = weights_of(version, **sizes)
         trainer.publish(version, weights)
@@ -79,7 +79,7 @@ def test_a_step_that_sees_two_versions_is_counted(place, engine):
 def test_an_install_waits_for_steps_that_are_queued(place, clients, sizes, engine):
     """Nobody pauses the engine: its steps were queued before, and see the old weights, all of them."""
     trainer, rollout = clients("trainer"), clients("rollout")
-    for version in range(1, place.size(50, 3)):
+    for version in range(1, place.size(25, 3)):
         trainer.publish(version, weights_of(version, **sizes))
         for _ in range(20):
             engine.step()

@@ -150,7 +150,7 @@ def test_random_schedules(place, clients):
     rollouts = [clients(f"rollout-{number}") for number in range(2)]
     weights = [place.random(size_bytes, seed) for seed in range(3)]
     live = [place.random(size_bytes, 10 + number) for number in range(2)]
-    for version in range(1, place.size(301, 9)):
+    for version in range(1, place.size(151, 9)):
         source = chance.choice(weights)
         place.fill_late(source, chance.randrange(256), chance.choice(["optimizer", "default"]), ms=1.0)
         trainer.publish(version, {"w": source}, copy=chance.random() < 0.5)

@@ -35,10 +35,11 @@ def main(kind: str, gb: float, tp: int) -> None:
 
         config = of_transformers(kind, round(gb / LAYER_GB[kind]) or 1)
         config.save_pretrained(folder)
-        with made(Path(folder), Rank(tp, 0), device="cpu") as (model, vllm_config), cpu.live_layers():
+        device = os.environ.get("DEVICE", "cpu")
+        with made(Path(folder), Rank(tp, 0), device=device) as (model, vllm_config), cpu.live_layers():
             for parameter in model.parameters():
                 parameter.zero_()
-            process_weights_after_loading(model, vllm_config.model_config, torch.device("cpu"))
+            process_weights_after_loading(model, vllm_config.model_config, torch.device(device))
             install_twice(model, vllm_config, shapes_of_config(config))
 
 

@@ -43,10 +43,10 @@ def workers_of_host(vllm_config: Any) -> int:
 def wait_for_the_last(worker_class: type) -> None:
     """Have vLLM's worker wait for the device's memory before it refuses to start: of an engine that was killed the
     driver still frees it when the next one begins, which then fails until its restarts are used up."""
-    module = sys.modules.get(worker_class.__module__)
+    module: Any = sys.modules.get(worker_class.__module__)
     original = getattr(module, "request_memory", None)
     if original is not None and not hasattr(original, "tensorhub_waits"):
-        module.request_memory = waiting(original)  # type: ignore[attr-defined]
+        module.request_memory = waiting(original)
 
 
 def waiting(
