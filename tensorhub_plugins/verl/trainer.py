@@ -145,19 +145,19 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         By its number: what is pinned does not matter here, and a version that was withdrawn is an error. One that this
         worker has is given again: verl's fully_async asks for its last one once more when the training ends.
         """
-        client, timeout_s = self._client, self.options.timeout_s
+        client, timeout_s, grows = self._client, self.options.timeout_s, self.options.timeout_grows
         assert client is not None, "init_process_group comes before receive_weights"
         version = self._wait(client, step)  # the trainer is still gathering
         if self._received is not None and version == self._received.version:
             return self._received.tensors()
         started = time.monotonic()
         if self._received is None:
-            tables = client.fetch(version, (CHECKPOINT,), timeout_s=timeout_s, wanted=())
+            tables = client.fetch(version, (CHECKPOINT,), timeout_s=timeout_s, wanted=(), grows=grows)
             size_bytes = sum(manifest.size_bytes for manifest in tables.manifests.values())
             tables.release()
             # Two copies on this host: all but one of its workers borrow.
             client.budget.check(Need(size_bytes, 2), mend="use pull mode, in which a worker reads its own slice")
-        fetched = client.fetch(version, (CHECKPOINT,), timeout_s=timeout_s, serve=True, borrow=True)
+        fetched = client.fetch(version, (CHECKPOINT,), timeout_s=timeout_s, serve=True, borrow=True, grows=grows)
         run_log.record_fetch(fetched.report, worker=self._worker, seconds=time.monotonic() - started)
         if self._received is not None:
             client.unpublish(self._received.version, CHECKPOINT, timeout_s=timeout_s)

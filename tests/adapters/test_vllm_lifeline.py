@@ -156,7 +156,8 @@ def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None
         probe.cancel()
         now = 9.0
         assert line.silent_s() == 4.0
-        line.busy_since, line.timeout_s = 8.0, 2.0
+        line.busy_since = 8.0
+        line.allow(2.0)
         assert line.silent_s() == 0.0  # an installation has its own deadline
         now = 11.0
         assert line.silent_s() == 3.0
@@ -220,7 +221,8 @@ def test_an_engine_that_loads_a_version_is_not_silent(monkeypatch: pytest.Monkey
             raise ValueError("it cannot be installed")
 
         engine.collective_rpc = waits  # type: ignore[method-assign]
-        line.busy_since, line.timeout_s = 1.0, 119.0
+        line.busy_since = 1.0
+        line.allow(119.0)
         call = asyncio.create_task(line.rpc("tensorhub_ping"))
         await asyncio.sleep(0)
         now = 119.0
@@ -260,7 +262,8 @@ def test_an_installation_may_last_as_long_as_it_works(monkeypatch: pytest.Monkey
 
         engine.collective_rpc = never  # type: ignore[method-assign]
         line = Lifeline(engine, "rollout-0/0")
-        line.busy_since, line.timeout_s = now, 400.0
+        line.busy_since = now
+        line.allow(400.0)
         asked = asyncio.create_task(line.rpc("tensorhub_ping"))
         await asyncio.sleep(0)
         worked_at = now + 1
@@ -274,6 +277,18 @@ def test_an_installation_may_last_as_long_as_it_works(monkeypatch: pytest.Monkey
         asked.cancel()
 
     asyncio.run(story())
+
+
+@needs_vllm
+@pytest.mark.parametrize(("nodes", "backend", "still_s"), [(1, "mp", STILL_S), (2, "mp", 400.0), (1, "ray", 400.0)])
+def test_workers_on_other_hosts_do_not_show_their_work(nodes: int, backend: str, still_s: float) -> None:
+    """Those here are done, and wait for theirs."""
+    engine = PlayedVLLM("fine")
+    parallel = SimpleNamespace(nnodes=nodes, distributed_executor_backend=backend)
+    engine.vllm_config = SimpleNamespace(parallel_config=parallel)  # type: ignore[attr-defined]
+    line = Lifeline(engine, "rollout-0/0")
+    line.allow(400.0)
+    assert (line.still_s, line.timeout_s) == (still_s, 400.0)
 
 
 @needs_vllm

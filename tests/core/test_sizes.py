@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 3_570,
+    "core": 3_660,
     "core/client": 5_190,
     "core/deltas": 660,
     "core/hub": 5_350,
@@ -24,7 +24,7 @@ CEILINGS = {
     "core/transports": 7_320,
     "openrlhf": 2_400,
     "verl": 3_450,
-    "vllm": 7_750,
+    "vllm": 7_790,
     "vllm/doctor": 860,
     "vllm/worker": 4_650,
 }

@@ -54,7 +54,7 @@ class Lifeline:
         self._waiting_since: float | None = None  # the first question since the last answer
         self._pending = 0
         self.busy_since = 0.0  # since then an installation keeps the engine from answering, in monotonic seconds
-        self.timeout_s = work.STILL_S  # of one whose work does not show
+        self.timeout_s = self.still_s = work.STILL_S  # without a piece of work; the first where none ever shows
         self._watching: asyncio.Task[None] | None = None
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -132,8 +132,14 @@ class Lifeline:
         if not self.busy_since:
             return time.monotonic() - self._waiting_since
         worked_at = work.last_at()
-        still_s = time.monotonic() - max(self._waiting_since, self.busy_since, worked_at)
-        return still_s if still_s > (min(self.timeout_s, work.STILL_S) if worked_at else self.timeout_s) else 0.0
+        silent_s = time.monotonic() - max(self._waiting_since, self.busy_since, worked_at)
+        return silent_s if silent_s > (self.still_s if worked_at else self.timeout_s) else 0.0
+
+    def allow(self, timeout_s: float) -> None:
+        """Give installations so long for what does not show, as what workers on other hosts do does not."""
+        parallel = getattr(getattr(self.engine, "vllm_config", None), "parallel_config", None)
+        is_spread = getattr(parallel, "nnodes", 1) > 1 or getattr(parallel, "distributed_executor_backend", "") == "ray"
+        self.timeout_s, self.still_s = timeout_s, timeout_s if is_spread else min(timeout_s, work.STILL_S)
 
     def die(self, error: BaseException) -> None:
         if self.is_dying:

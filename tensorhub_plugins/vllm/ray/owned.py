@@ -44,7 +44,8 @@ class OwnedEngine:
 
     async def follow(self, joining: dict[str, Any], secret: str | None, how: FollowConfig) -> None:
         """Have the engine join the store as this, see WorkerConfig, and follow it. Raises what keeps it from that."""
-        self._whole_prompts, self.lifeline.timeout_s = how.whole_prompts, how.timeout_s
+        self._whole_prompts = how.whole_prompts
+        self.lifeline.allow(how.timeout_s)
         await self.lifeline.call("tensorhub_follow", joining, msgspec.structs.asdict(how), secret)
 
     async def watch(self) -> None:
