@@ -69,7 +69,7 @@ def share() -> None:
 
 
 def _shared() -> mmap.mmap | None:
-    """Return the shared memory; None: nobody shares any, or on another host, where the process is another one."""
+    """Return the shared memory; None: there is none, as on another host, where the process is another one."""
     global _memory, _opened
     told = os.environ.get(VARIABLE, "")
     if told != _opened:

@@ -104,6 +104,7 @@ LIBRARIES_OF_PURE = {
 HELPERS_OF_PURE = {
     "core.errors",
     "core.deadline.bounded",
+    "core.deadline.TIMEOUT_S",
     "core.deadline.remaining_s",
     "core.deadline.size_s",
     "verl.config",

@@ -295,14 +295,13 @@ class Client(OfThisProcess):
         names, dtypes and shapes. `Fetched.release()` returns the memory; else the next fetch takes new memory.
         converts: when no worker has layouts[0], one reader is chosen to read layouts[-1] and is expected to publish
         layouts[0] of that version; the others wait for it. Fetched.converts is set if this worker was chosen.
-        serve: offer the bytes to others as they arrive. Errors as in `replicate`; none leaves anything behind.
+        serve: offer the bytes to others as they arrive. Errors as in `replicate`; none leaves anything behind. grows:
+        timeout_s is for finding the version; reading it takes what its size adds, and as long as segments arrive.
         into, repair: tensors for layouts[0], which is read in place as by `replicate`; Fetched has no slabs then.
-        wanted: of a checkpoint only these tensors or parts of them, in one slab, which is not offered. Raise UsageError
-        if they are not part of what is published.
+        wanted: of a checkpoint only these tensors or parts of them, in one slab, not offered; UsageError: it has none.
         borrow: where another rollout of this host has the whole shard in memory that can be shared, use that, and take
         none. These tensors must not be written; a forked child does not have them. They are offered until the
         next such fetch begins; until then, and until they are released, the lender uses new memory for what it reads.
-        grows: timeout_s is for finding the version; then what its size adds, and as long as segments arrive.
         """
         allowed = Allowed.begin(timeout_s, into, grows=grows)
         arguments.check_layouts(layouts, converts=converts, serve=serve, repair=repair, borrow=borrow)
@@ -431,8 +430,7 @@ class Client(OfThisProcess):
     def hand_over(self, timeout_s: float = 25.0) -> bool:
         """Prepare to leave: unpublish all that this worker serves, newest first, and wait until another worker has what
         only it has. Return whether nothing was left in time. Raise UsageError for a timeout that is no number, and in
-        a forked child; no other error. In a signal's handler, call it in a thread:
-        `threading.Thread(target=client.hand_over).start()`."""
+        a forked child; no other error. In a signal's handler: `threading.Thread(target=client.hand_over).start()`."""
         timeout_s = bounded(timeout_s)
         check_not_forked(self._pid, "client")
         self._hub.leave()

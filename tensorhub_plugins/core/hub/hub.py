@@ -545,7 +545,7 @@ class Hub:
             if isinstance(pending.message, m.Acquire) and request_id <= last_request_id and request_id not in asked:
                 self.registry.waiters.remove(pending)  # abandoned, and the message that says so was lost
         self.registry.renew(worker, heartbeat.progress, now)
-        self.registry.extend_claims(worker, heartbeat.worked, now)
+        self._reading.extend_claims(worker, heartbeat.worked, now)
         self._record_used(worker, heartbeat.served, now)
         unreached.hear(worker, heartbeat.unreached, self._outbox, now)
         history = worker.history

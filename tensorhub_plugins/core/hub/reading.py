@@ -11,7 +11,7 @@ import msgspec
 from tensorhub_plugins.core.hub import selection
 from tensorhub_plugins.core.hub.candidates import Verdict
 from tensorhub_plugins.core.hub.following import gone
-from tensorhub_plugins.core.hub.registry import Registry
+from tensorhub_plugins.core.hub.registry import OWED_TIMES, Registry
 from tensorhub_plugins.core.hub.state import Lease, Pending, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.security.leases import issue, name_of
@@ -188,6 +188,20 @@ class Reading:
             and (h.complete or mine in h.worker.reading)
             for h in version.holders(mine).values()
         )
+
+    def extend_claims(self, worker: Worker, worked: int, now: float) -> None:
+        """Have others wait for claim_s from now, if this worker has worked since its last heartbeat."""
+        if worked <= worker.worked:
+            return
+        worker.worked = worked
+        for claim in worker.claims.values():
+            more_s = min(now + self._registry.limits.claim_s, claim.until) - claim.deadline
+            if more_s > 0 and claim.is_waited_for:
+                claim.deadline += more_s
+                if claim.charged_s:
+                    owed, cut = worker.history.owed_until, (claim.key.layout, claim.key.shard_count)
+                    claim.charged_s += OWED_TIMES * more_s
+                    owed[cut] = owed.get(cut, now) + OWED_TIMES * more_s
 
     def _gives_way(self, pending: Pending, acquire: m.Acquire, now: float) -> bool:
         """Return whether to wait for another engine of this host, which converted the last version and has the memory

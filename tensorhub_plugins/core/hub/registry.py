@@ -556,20 +556,6 @@ class Registry:
         version.claims[key] = worker.claims[key] = claim
         self.schedule(claim.deadline, claim)
 
-    def extend_claims(self, worker: Worker, worked: int, now: float) -> None:
-        """Have others wait for claim_s from now, if this worker has worked since its last heartbeat."""
-        if worked <= worker.worked:
-            return
-        worker.worked = worked
-        for claim in worker.claims.values():
-            more_s = min(now + self.limits.claim_s, claim.until) - claim.deadline
-            if more_s > 0 and claim.is_waited_for:
-                claim.deadline += more_s
-                if claim.charged_s:
-                    cut = (claim.key.layout, claim.key.shard_count)
-                    claim.charged_s += OWED_TIMES * more_s
-                    worker.history.owed_until[cut] = worker.history.owed_until.get(cut, now) + OWED_TIMES * more_s
-
     def _charge(self, claim: Claim, now: float) -> None:
         """Charge once for all shards of its replica, which are to be converted by the same deadline."""
         cut, history, claim_s = (claim.key.layout, claim.key.shard_count), claim.worker.history, claim.deadline - now

@@ -239,11 +239,9 @@ class Heartbeat(_Message, frozen=True):
 
     hub: the session of the hub that has welcomed it last. leases: under which it reads, request -> number of shards; it
     reads under no others. holdings_checksum: 0 while what it holds is changing. directive_checksum: of the directive
-    that it knows; 0: the worker is older than directives. progress: how far the read under each lease has advanced, a
-    number that grows; a worker without progress for too long is not reading, and loses the lease. room_bytes: free for
-    copies that the hub may ask it to hold (`Alive.hold`); 0: none, or the worker is older than this field. leaving:
-    what it holds is about to go. served: leases on it (`Claim.reader`) used since the last heartbeat; None: unknown.
-    worked: pieces of work that its process has done: while they grow, others wait for what it has claimed to convert.
+    that it knows; 0: it is older than those. progress: how far the read under each lease has advanced; without any for
+    too long it loses the lease. room_bytes: free for copies that the hub may ask it to hold (`Alive.hold`); 0: none.
+    leaving: what it holds is about to go. served: leases on it (`Claim.reader`) used since the last heartbeat.
     """
 
     hub: Session
@@ -257,7 +255,7 @@ class Heartbeat(_Message, frozen=True):
     leaving: bool = False
     served: Annotated[tuple[Word, ...], msgspec.Meta(max_length=SERVED_MAX)] | None = None
     unreached: Sessions = ()  # sources that it could not connect to, a minute ago at most
-    worked: Count = 0
+    worked: Count = 0  # pieces of work of its process: while they grow, others wait for what it converts
 
 
 class Bye(_Message, frozen=True):

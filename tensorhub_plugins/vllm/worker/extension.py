@@ -46,7 +46,7 @@ from typing import Any
 import msgspec
 import torch
 
-from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memory, gate, keys_from_environment
+from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memory, gate, keys_from_environment, work
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank, shares_experts
@@ -105,7 +105,7 @@ class TensorHubWorkerExtension:
 
     def tensorhub_poll(self) -> dict[str, Any]:
         """Return state ("idle", "fetching", "ready", "failed", "broken"), version, next_version, error, report, ..."""
-        return _updater(self).poll()
+        return {**_updater(self).poll(), "worked": work.count()}
 
     def tensorhub_discard(self) -> None:
         """Drop a version that is ready and will not be installed."""

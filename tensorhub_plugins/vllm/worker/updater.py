@@ -32,7 +32,6 @@ from tensorhub_plugins.core import (
     VersionRefused,
     forget_live_memory,
     run_log,
-    work,
 )
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig
@@ -112,12 +111,10 @@ class Updater:
             self._answer(self._asked.get())
         with self._lock:
             serving = self._serving is not None and not self._serving.done()
-            told = {"serving": serving, "layout": self.position.layout, "worked": work.count()}
-            return {**self._state.status(), **told}
+            return {**self._state.status(), "serving": serving, "layout": self.position.layout}
 
     def start_fetch(self, version: int, timeout_s: float, grows: bool = False, *, in_place: bool | None = None) -> None:
-        """Start fetching this version, in the background; drop what was staged and not installed. grows: its reads may
-        take longer, see Client.fetch.
+        """Fetch this version in the background; drop what was staged and not installed. grows: as of Client.fetch.
 
         in_place: read it into the live weights during the install, if a peer has this layout (None: as configured, or
         when they are broken: then only damaged parts are read, and the engine does not generate meanwhile).
@@ -402,8 +399,8 @@ class Updater:
     def _get(self, version: int, layouts: tuple[str, ...], deadline: Deadline, **how: Any) -> Staged:
         """Fetch a version. how: serve, into, repair and wanted, see Client.fetch."""
         began, timeout_s = time.monotonic(), deadline.remaining()
-        how = {**how, "borrow": True, "grows": self._grows}
-        return self._came(self._client.fetch(version, layouts, timeout_s=timeout_s, **how), began)
+        fetched = self._client.fetch(version, layouts, timeout_s=timeout_s, borrow=True, grows=self._grows, **how)
+        return self._came(fetched, began)
 
     def _came(self, fetched: Fetched, began: float) -> Staged:
         self._handle(update_state.BytesRead(fetched.report))
