@@ -40,8 +40,6 @@ def trainer(worker: Worker) -> Program:
         if superseded(worker, reply):
             return
         world.counts["published"] += reply is not None
-        for old in held:
-            world.counts["made_ahead"] += worker.deltas.changes.make_ahead(old.version, CHECKPOINT)
         yield from unpublish(worker, held)
         if met.calm:
             world.last_version = version
