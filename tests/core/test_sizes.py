@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 3_660,
-    "core/client": 5_190,
+    "core/client": 5_300,
     "core/deltas": 660,
     "core/hub": 5_350,
     "core/kernels": 560,
@@ -20,7 +20,7 @@ CEILINGS = {
     "core/operations": 1_600,
     "core/protocol": 1_160,
     "core/security": 720,
-    "core/transfer": 1_900,
+    "core/transfer": 1_920,
     "core/transports": 7_320,
     "openrlhf": 2_400,
     "verl": 3_450,

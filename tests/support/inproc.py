@@ -151,7 +151,7 @@ class MemoryLink:
             raise UsageError("nothing has been read")
         return self._plan.digest(segment)
 
-    def check(self, *, deadline: float) -> bool:
+    def check(self, *, deadline: float, waits: bool = True) -> bool:
         same = not self._closed and self._offer is not None and not self._offer.withdrawn
         self._release()
         return same

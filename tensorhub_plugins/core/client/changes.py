@@ -11,22 +11,25 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 
 import numpy as np
+import torch
 
+from tensorhub_plugins.core import device
 from tensorhub_plugins.core.deltas import codec, native
 from tensorhub_plugins.core.deltas.cache import Deltas
 from tensorhub_plugins.core.deltas.codec import Bytes, Span
 from tensorhub_plugins.core.deltas.frame import Step, links_of, steps_of
 from tensorhub_plugins.core.deltas.pace import Pace
-from tensorhub_plugins.core.digests import digest_of
+from tensorhub_plugins.core.digests import XXH3, digest_of
 from tensorhub_plugins.core.errors import UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.contents import is_alike
-from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.copying import copy_views, digests_of_segments
+from tensorhub_plugins.core.memory.runs import Runs
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.options import Delta
 from tensorhub_plugins.core.transports import Offer
@@ -47,12 +50,16 @@ class Changes:
         self._lock = threading.Lock()
         self._offers = offers
         self._ahead = 0  # for so many more versions deltas are made before a reader asks
+        self._rate = 0.0  # of the last reader that asked, as of `Deltas.made`
+        self._offered: weakref.WeakKeyDictionary[Runs, Manifest] = weakref.WeakKeyDictionary()  # last, in this memory
 
     def sender(self, offer: Offer) -> Sender | None:
         """Return what answers readers of this offer with deltas; None: there are none."""
         can = self.is_on and offer.manifest.has_digests and offer.slab.device is None
         if can:
             self.deltas.fit(offer.manifest.size_bytes)
+            with self._lock:
+                self._offered[offer.slab.runs] = offer.manifest
         return Sender(self, offer) if can else None
 
     def bases(self, key: ShardKey, manifest: Manifest, slab: Slab, was: dict[int, bytes]) -> Bases | None:
@@ -61,7 +68,10 @@ class Changes:
         if not self.is_on or slab.device is not None:
             return None
         self.deltas.fit(manifest.size_bytes)
-        return Bases(self, manifest, slab, was, self.alike(key, manifest))
+        if slab.runs.is_scattered(0, slab.size_bytes):  # it is not received into: deltas could not start from it
+            was = {}
+        others = self.alike(key, manifest) if slab.specs == manifest.tensors else []
+        return Bases(self, manifest, slab, was, others)
 
     def alike(self, key: ShardKey, manifest: Manifest) -> list[Offer]:
         """Return the offers of other versions of this stream, the newest first."""
@@ -89,6 +99,10 @@ class Changes:
         native.begin()
         self._ahead = AHEAD_FOR
 
+    def asked(self, rate: float) -> None:
+        """Note at which rate a reader that takes deltas would be sent whole segments; 0: it does not know."""
+        self._rate = rate
+
     def make_ahead(self, version: int, layout: str, is_over: Callable[[], bool] = lambda: False) -> int:
         """Make the deltas from this version to the next one that is here, before its memory is used for another; return
         how many. Nothing where no reader was seen that could take them. is_over: asked between two segments."""
@@ -103,6 +117,60 @@ class Changes:
                     return count
                 count += self.make(old, newer[-1], segment, 0.0) is not None
         return count
+
+    def overwrite(
+        self, slab: Slab, tensors: Mapping[str, torch.Tensor], deadline: float
+    ) -> Collection[tuple[str, torch.Tensor]]:
+        """Copy these tensors into memory that holds another version of them, as it was offered last, and make the
+        deltas between the two meanwhile, segment by segment; return what is left to copy: nothing; or all, where no
+        reader takes deltas, or the two are not alike. Raise DeadlineExceeded."""
+        is_done = self._ahead > 0 and self.is_on and self._overwrite(slab, tensors, deadline)
+        return () if is_done else tensors.items()
+
+    def _overwrite(self, slab: Slab, tensors: Mapping[str, torch.Tensor], deadline: float) -> bool:
+        with self._lock:
+            old = self._offered.get(slab.runs)
+        if old is None or old.tensors != slab.specs:
+            return False
+        try:
+            new = Slab.adopt(tensors, deadline=deadline)
+        except UsageError:
+            return False  # some are not dense, or they lie on several devices
+        if new.specs != slab.specs:
+            return False
+        self._ahead -= 1
+        with self._lock:
+            self._offered.pop(slab.runs, None)  # until it is offered again it may be a mixture
+        for _ in device.settled(tensors.items()):
+            pass  # what is queued on their devices is done
+        size_bytes, algorithm = old.segment_size_bytes, old.digest_algorithm
+
+        def overwritten(start: int, stop: int) -> bytes:
+            segment, source = start // size_bytes, new.readable(start, stop)
+            delta = self._difference(old, segment, slab.readable(start, stop), source)
+            with slab.writable(start, stop) as views:
+                copy_views(source, views)
+                digest = digest_of(views, algorithm)
+            if delta is not None and digest != old.digest(segment):
+                self.deltas.put(old.digest(segment), digest, delta)
+            return digest
+
+        joined = digests_of_segments(overwritten, old.size_bytes, size_bytes, deadline=deadline)
+        slab.mark_written()
+        if algorithm == XXH3 and size_bytes == slab.segment_size_bytes:
+            slab.know_digests(joined)
+        return True
+
+    def _difference(
+        self, manifest: Manifest, segment: int, old: Sequence[memoryview], new: Sequence[memoryview]
+    ) -> bytes | None:
+        """Return the delta of one segment; None: it is not worth it."""
+        if not self.deltas.is_worth(self._rate):
+            return None
+        began, before, after = time.monotonic(), _joined(old), _joined(new)
+        delta = codec.encode(before, after, spans_of(manifest, segment), native.kernel())
+        self.deltas.took(before.size, time.monotonic() - began, delta)
+        return delta
 
     def make(self, old: Offer, new: Offer, segment: int, rate: float) -> bytes | None:
         """Return the delta of one segment between two offers; None: it is not worth it, or one of them is withdrawn."""
@@ -140,6 +208,7 @@ class Sender:
         """Return what turns one of these bases into this segment; None: send it whole. rate: as of `Deltas.made`."""
         if (mine := self._offer()) is None:
             return None
+        self._changes.asked(rate)
         manifest, wanted = mine.manifest, mine.manifest.digest(segment)
         start, stop = manifest.segment_range(segment)
         most = int(codec.WORTH * (stop - start))

@@ -51,6 +51,7 @@ LINK_HEARTBEAT_MS, LINK_TIMEOUT_MS = 2000, 10_000  # answered by the hub's socke
 CONNECT_TIMEOUT_MS = 2000
 BYE_LINGER_MS = 200  # for the Bye to leave this process; without it the hub would wait for the session to expire
 LOOK_UP_EVERY_S = 1.0  # for the hub's name, while the hub is silent: it may have moved
+FAR_S = 0.03  # a round trip: to another continent; a hub that is near answers in a millisecond, or a few
 QUIET_HEARTBEATS = 2  # without a message: the hub is silent
 TERM_S = 2 * BYE_LINGER_MS / 1000
 CLOSE_S = 2.0  # the thread needs at most so long to send its Bye, where all is well
@@ -127,6 +128,7 @@ class HubLink:
         self._machine = session.Session(_checked(identity), time.monotonic(), redial_s=redial_s, gate=gate)
         self._lock, self._outbox, self.unreached = threading.RLock(), deque[bytes](), Unreached()
         self._futures: dict[int, tuple[Future[messages.Reply], session.Request]] = {}
+        self._answers_in_s = float("inf")  # the shortest time so far: no less than a round trip
         self._welcomed: Future[None] = Future()
         self._closing, self._refused, self._nameless = False, "", ""  # why it does not admit us, or has no address
         resources.try_for_zmq(threads=1)
@@ -164,6 +166,11 @@ class HubLink:
         return time.monotonic() - self._machine.heard_at
 
     @property
+    def is_far(self) -> bool:
+        """Return whether no answer was here within FAR_S: no caller should wait for one that it does not need."""
+        return self._answers_in_s > FAR_S
+
+    @property
     def directive(self) -> messages.Directive:
         """Return what operators have decided, as far as this worker knows."""
         return self._machine.directive
@@ -174,7 +181,7 @@ class HubLink:
         The future holds the reply (never Refused), or raises what the hub refused with, or HubUnreachable. Raise
         UsageError for what no hub can read.
         """
-        future: Future[messages.Reply] = Future()
+        future = self._timed_future()
         with self._lock:
             if self._closing:
                 raise UsageError("the client is closed")
@@ -182,6 +189,15 @@ class HubLink:
             self._futures[request.request_id] = future, request
             self._carry_out(self._machine.handle(session.Ask(request, deadline), time.monotonic()))
         self._wake()
+        return future
+
+    def _timed_future(self) -> Future[messages.Reply]:
+        future, made_at = Future[messages.Reply](), time.monotonic()
+
+        def note(_: Future[messages.Reply]) -> None:
+            self._answers_in_s = min(self._answers_in_s, time.monotonic() - made_at)
+
+        future.add_done_callback(note)
         return future
 
     def answer(self, make: Callable[[int], session.Request], deadline: float) -> messages.Reply:

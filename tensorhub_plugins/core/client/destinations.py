@@ -3,7 +3,7 @@ served meanwhile. The shell of a `Transfer` asks for memory and reports what has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -15,13 +15,15 @@ from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
+from tensorhub_plugins.core.memory import moves
 from tensorhub_plugins.core.memory.assembly import check_size, has_parts, view_of, whole_of
 from tensorhub_plugins.core.memory.claims import Claim, claim
 from tensorhub_plugins.core.memory.contents import Contents
 from tensorhub_plugins.core.memory.loans import Borrowed
-from tensorhub_plugins.core.memory.moves import Paced, check_cover, with_parts
+from tensorhub_plugins.core.memory.moves import Move, Paced, check_cover, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tied import LiveTensors
+from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
 
@@ -113,7 +115,7 @@ class Destinations:
         self._offered: dict[int, ShardKey] = {}  # source shards that may be served to others
         self._manifests: dict[int, Manifest] = {}
         self._bases: dict[int, Bases] = {}
-        self._contents: dict[int, Contents] = {}  # by source shard, where its memory has the same stream
+        self._contents: dict[int, Contents] = {}  # by source shard
         self._live: LiveMemory | None = None  # `into`, once it is read into
         self.slabs: dict[int, Slab] = {}  # by source shard
         # From the pool: by source shard, and under negative numbers tensors of which several shards hold parts.
@@ -141,7 +143,7 @@ class Destinations:
 
     @property
     def takes_deltas(self) -> bool:
-        return self._serving.changes.is_on and not self.in_part
+        return self._serving.changes.is_on
 
     def announce_read(self, key: ShardKey) -> None:
         if self.serve:
@@ -156,20 +158,28 @@ class Destinations:
             self._serving.prepare(self._read, key, manifest, slab)
         return slab
 
-    def missing(self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...]) -> tuple[int, ...]:
+    def missing(
+        self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...], planned: Sequence[Move]
+    ) -> tuple[int, ...]:
         """Return those that are not in place already, by their digests; the others are served from now on."""
         slab = self.slabs[key.shard]
-        contents = self._serving.contents.of(slab, manifest)
+        contents = self._serving.contents.of(slab, manifest, key.shard)
         if contents is None:
             return needed
+        is_alike = slab.specs == manifest.tensors
         self._manifests[key.shard], self._contents[key.shard] = manifest, contents
-        if self._live is not None and self._live.repairs:
+        contents.whole = range(manifest.segment_count) if is_alike else moves.whole(manifest, planned)
+        if self._live is not None and self._live.repairs and is_alike:
             hoped = needed
         else:
             hoped = tuple(segment for segment in needed if contents.get(segment) == manifest.digest(segment))
         every = len(hoped) == manifest.segment_count  # these are digested by several threads
-        damaged = frozenset(slab.damaged(manifest, None if every else hoped, deadline=self.deadline))
-        in_place = frozenset(hoped) - damaged
+        if is_alike:
+            in_place = frozenset(hoped) - frozenset(
+                slab.damaged(manifest, None if every else hoped, deadline=self.deadline)
+            )
+        else:
+            in_place = frozenset(filter(ReadPlan(manifest, slab, planned).is_there, until(self.deadline, hoped, 1)))
         for segment in sorted(in_place):
             self.verified(key.shard, segment)
         missing = tuple(segment for segment in needed if segment not in in_place)

@@ -45,7 +45,7 @@ def slab_of(
     try:
         what = f"{serving.worker} publishes, as version {version},"
         with claimed(tensors, what, deadline), Downloads() as downloads:
-            for name, tensor in device.settled(tensors.items()):
+            for name, tensor in device.settled(serving.changes.overwrite(slab, tensors, deadline)):
                 calls.check()
                 slab.write_later(name, tensor, downloads, stays=True, deadline=deadline)
     except BaseException:

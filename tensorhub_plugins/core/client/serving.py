@@ -344,8 +344,8 @@ class Serving:
         with self._changed:
             effects = self._shelf.complete(read)
             self._changed.notify_all()
-        if wait(self._carry_out(effects), ANNOUNCE_S).not_done:
-            log.info("%s: the hub has not heard yet what was read", self.worker)
+        if wait(self._carry_out(effects), 0.0 if self.hub.is_far else ANNOUNCE_S).not_done:
+            log.debug("%s: the hub has not heard yet what was read", self.worker)
 
     def drop(self, read: int, *, restarts: bool) -> None:
         """Withdraw what this transfer was serving. restarts: it begins anew, in another layout or other memory."""
@@ -383,7 +383,7 @@ class Serving:
         with self._changed:
             entries = [(k, e) for k, e in self._shelf.entries.items() if not e.is_for_others]
         offered = [(key, entry) for key, entry in entries if entry.offer.slab.kind in OWN_KINDS]
-        spent = sum(entry.offer.slab.size_bytes for _, entry in offered)
+        spent = sum(entry.offer.slab.size_bytes for _, entry in offered) + self.changes.deltas.size_bytes
         was_over, self._is_over = self._is_over, spent + size_bytes > self._budget.size_bytes
         if not self._is_over or (was_over and not refuses):  # logged once, until it was below again
             return
@@ -405,7 +405,7 @@ class Serving:
         """Return the bytes free for copies that others need: what the budget leaves, at most half of what is free."""
         with self._changed:
             offered = [e.offer.slab for e in self._shelf.entries.values() if e.offer.slab.kind in OWN_KINDS]
-        left = self._budget.size_bytes - sum(slab.size_bytes for slab in offered)
+        left = self._budget.size_bytes - sum(slab.size_bytes for slab in offered) - self.changes.deltas.size_bytes
         return max(0, min(left, machine.available_bytes() // 2))
 
     def holds_fetched(self, slabs: Iterable[Slab], version: int, layout: str) -> None:

@@ -100,6 +100,11 @@ class Deltas:
                 self._lock.notify_all()
         return delta
 
+    def is_worth(self, rate: float) -> bool:
+        """Return whether to make a delta that no reader has requested; rate: as of `made`."""
+        with self._lock:
+            return self._worth.is_worth(rate)
+
     def took(self, size_bytes: int, seconds: float, delta: bytes | None) -> None:
         """Note how long it took to make a delta of a segment of this size."""
         with self._lock:

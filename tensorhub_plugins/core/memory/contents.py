@@ -7,7 +7,7 @@ wrong hint costs time, and never a wrong byte.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from weakref import WeakKeyDictionary
 
 from tensorhub_plugins.core.manifest import Manifest
@@ -22,6 +22,7 @@ class Contents:
         """Begin with nothing known. like: names the stream: its tensors, its segments and the digests' algorithm."""
         self._like = like
         self._digests: dict[int, bytes] = {}
+        self.whole: Collection[int] = range(like.segment_count)  # the others are here in part
 
     def fits(self, manifest: Manifest) -> bool:
         """Return whether the segments of this manifest can be compared with these."""
@@ -33,11 +34,8 @@ class Contents:
 
     def note(self, segment: int, digest: bytes) -> None:
         """Note that the bytes of this segment were verified."""
-        self._digests[segment] = digest
-
-    def note_all(self, manifest: Manifest) -> None:
-        """Note that all of this is there."""
-        self._digests = {segment: manifest.digest(segment) for segment in range(manifest.segment_count)}
+        if segment in self.whole:
+            self._digests[segment] = digest
 
     def forget(self, segments: Iterable[int]) -> dict[int, bytes]:
         """Forget these segments, which are about to be written; return the digests of what was there."""
@@ -49,16 +47,18 @@ class KnownContents:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_runs: WeakKeyDictionary[Runs, Contents] = WeakKeyDictionary()
+        self._by_runs: WeakKeyDictionary[Runs, dict[int, Contents]] = WeakKeyDictionary()
 
-    def of(self, slab: Slab, manifest: Manifest) -> Contents | None:
-        """Return what is known of the slab, to be kept up to date by the caller; None where nothing can be compared."""
-        if not manifest.has_digests or slab.specs != manifest.tensors or slab.borrowed is not None:
+    def of(self, slab: Slab, manifest: Manifest, shard: int = 0) -> Contents | None:
+        """Return what the slab is known to have of this source shard, to be kept up to date by the caller; None where
+        nothing can be compared."""
+        if not manifest.has_digests or slab.borrowed is not None:
             return None
         with self._lock:
-            found = self._by_runs.get(slab.runs)
+            of_slab = self._by_runs.setdefault(slab.runs, {})
+            found = of_slab.get(shard)
             if found is None or not found.fits(manifest):
-                found = self._by_runs[slab.runs] = Contents(manifest)
+                found = of_slab[shard] = Contents(manifest)
             return found
 
 

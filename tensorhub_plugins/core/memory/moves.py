@@ -121,6 +121,18 @@ def needed(manifest: Manifest, moves: Sequence[Move]) -> tuple[int, ...]:
     return tuple(wanted)
 
 
+def whole(manifest: Manifest, moves: Sequence[Move]) -> frozenset[int]:
+    """Return the segments of which every byte is wanted."""
+    size, start, end = manifest.segment_size_bytes, 0, 0
+    found: list[int] = []
+    for move in (*moves, Move(manifest.size_bytes + 1, 0, 0)):  # the last one ends the run before it
+        if move.source != end:
+            found += range(-(-start // size), manifest.segment_count if end == manifest.size_bytes else end // size)
+            start = move.source
+        end = move.source + move.size_bytes
+    return frozenset(found)
+
+
 def check_cover(sources: Mapping[int, TensorTable], target: TensorTable, paced: Paced = iter) -> None:
     """Raise UsageError unless every byte of the target comes from exactly one of the source shards."""
     if list(sources.values()) == [target]:

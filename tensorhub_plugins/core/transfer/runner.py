@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from tensorhub_plugins.core.errors import DeadlineExceeded, TensorHubError
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory import moves
 from tensorhub_plugins.core.memory.loans import Borrowed
+from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.transfer import events, replication
@@ -78,8 +79,11 @@ class Destinations(Protocol):
         """Return memory for this source shard, that of its source (loan) where possible. Raise UsageError when its
         tensors do not fit."""
 
-    def missing(self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those of these segments that are to be read: the others are in place already."""
+    def missing(
+        self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...], planned: Sequence[Move]
+    ) -> tuple[int, ...]:
+        """Return those of these segments that are to be read: the others are in place already. planned: which bytes go
+        where."""
 
     def bases(self, shard: int) -> Bases | None:
         """Return what is here of other versions of this source shard, after `missing`; None: no deltas are wanted."""
@@ -295,7 +299,7 @@ class Transfer:
             slab = self._destinations.prepare(key, manifest, loan)
             planned = moves.plan(manifest.tensors, slab.specs, paced=partial(until, self._machine.deadline))
             needed = moves.needed(manifest, planned)
-            missing = self._destinations.missing(key, manifest, needed)
+            missing = self._destinations.missing(key, manifest, needed, planned)
         except DeadlineExceeded:  # while planning its many tensors
             return events.Tick()  # the machine raises it, with the peer and what is missing
         is_borrowed = loan is not None and slab.borrowed is loan

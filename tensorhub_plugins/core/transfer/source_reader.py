@@ -166,7 +166,7 @@ class SourceReader:
         """Make the thread end soon, without waiting for it."""
         with self._changed:
             self._closed = True
-            links = self._link, self._spare
+            links = (self._link, self._spare) if self.writes or not self._is_open else ()  # else the thread rests it
             self._changed.notify()
         for link in links:
             if link is not None:
@@ -190,7 +190,7 @@ class SourceReader:
                 elif self._batches:
                     self._read(link)
                 else:
-                    unchanged = link.check(deadline=self._soon())
+                    unchanged = link.check(deadline=self._soon(), waits=self._is_to_ask)
                     self._notify(events.EpochChecked(self.shard, self.grant.session, unchanged))
                     return
         except (TensorHubError, OSError) as error:
@@ -208,6 +208,12 @@ class SourceReader:
 
     def _soon(self) -> float:
         return min(self._machine.deadline, Deadline.after(self._limits.open_s))
+
+    @property
+    def _is_to_ask(self) -> bool:
+        """Return whether the source must say that it has not withdrawn what was read. What it sends over a socket is a
+        copy, made before; but nothing else shows that without digests."""
+        return not self._verify or self.transport not in MEASURED
 
     def _wait(self) -> bool:
         """Wait until there is something to do; return False when it is over."""
@@ -286,7 +292,14 @@ class SourceReader:
             self._misled = self._away != HOST and all(map(is_of_one_host, endpoint.split(",")))
         link.digests, link.ticket, link.borrows = self._verify, self.grant.ticket, self._borrows
         link.wants_deltas = self._deltas
-        return link, link.open(self.key, self.grant.as_of, deadline=deadline)
+        is_kept = link.progress.is_kept  # and may be lost, unnoticed
+        until = (time.monotonic() + deadline) / 2 if is_kept else deadline
+        try:
+            return link, link.open(self.key, self.grant.as_of, deadline=until)
+        except SourceLost:
+            if self._closed or not is_kept:
+                raise
+        return self._open_at(name, endpoint, deadline)
 
     def _to_measure(self, name: str, endpoint: str, manifest: Manifest) -> list[str]:
         """Return the endpoints over which a segment is to be read before the others, see `_measure`."""

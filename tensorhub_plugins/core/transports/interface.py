@@ -134,10 +134,11 @@ class LinkProgress:
     heard_at: its last sign of life, which may be that it waits for bytes itself; an instant of time.monotonic().
     waiting_at: when it last reported that it waits for bytes itself; 0.0: never. A source that waits is not slow.
     delayed_segments: those of this read for which the source had to wait. deltas: those of this read that came as a
-    delta, and its size in bytes.
+    delta, and its size in bytes. is_kept: the connection has served another link: it may be lost by now, unnoticed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_kept: bool = False) -> None:
+        self.is_kept = is_kept
         self.heard_at = time.monotonic()
         self.waiting_at = 0.0
         self.delayed_segments: set[int] = set()
@@ -222,8 +223,8 @@ class Link(Protocol):
         """
         ...
 
-    def check(self, *, deadline: float) -> bool:
-        """End what `open` began and return whether the offer is still the one that was opened; False: withdrawn."""
+    def check(self, *, deadline: float, waits: bool = True) -> bool:
+        """End what `open` began; return whether the offer is still the same. waits: False: or that is unknown."""
         ...
 
     def close(self) -> None:

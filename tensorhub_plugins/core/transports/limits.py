@@ -13,6 +13,7 @@ class TransportLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     # A reader.
     stall_s: float = 10.0  # a source that sends nothing for so long, not even that it waits, is frozen or unreachable
+    idle_at_reader_max: int = 8  # connections kept for the next version: tcp, tls, rdma
     # A source.
     readers_max: int = 256  # each has a thread here; the hub spreads readers long before
     readers_per_peer_max: int = 128  # from one address: no single host takes all slots
@@ -25,7 +26,6 @@ class TransportLimits(msgspec.Struct, frozen=True, kw_only=True):
     shared_copy_kept_s: float = 600.0  # for the next version; freed then if no version comes
     # rdma.
     unreachable_s: float = 60.0  # how long a source that no rail reached is not retried
-    idle_at_reader_max: int = 8  # connections kept for the next version
     idle_at_source_max: int = 128  # half of what a source accepts
     dial_s: float = 10.0  # a reader that has opened an offer makes its queue pairs at once
 

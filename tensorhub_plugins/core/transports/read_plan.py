@@ -82,6 +82,12 @@ class ReadPlan:
             if self.computes:
                 self._digests[segment] = digest_of(views, self._manifest.digest_algorithm)
 
+    def is_there(self, segment: int) -> bool:
+        """Return whether the target has this segment already, of which every byte is wanted."""
+        pieces = self._pieces(*self._manifest.segment_range(segment))
+        views = [view for start, count in pieces for view in self._target.readable(start, start + count)]
+        return digest_of(views, self._manifest.digest_algorithm) == self._manifest.digest(segment)
+
     def digest_in_place(self, segment: int) -> None:
         """Digest a segment that is in place already, in a target with the source's layout."""
         if self.computes:

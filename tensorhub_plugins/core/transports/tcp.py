@@ -25,7 +25,7 @@ from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.pump import OrderedWork, pump
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.transports.stream.channel import Channel
-from tensorhub_plugins.core.transports.stream.link import SocketLink
+from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
 from tensorhub_plugins.core.transports.stream.messages import DELTA, SEGMENT
 from tensorhub_plugins.core.transports.stream.patches import Patches
 from tensorhub_plugins.core.transports.stream.several import connect_all, pump_all
@@ -62,7 +62,7 @@ class TcpTransport(SocketTransport):
         limits: TransportLimits = DEFAULT_LIMITS,
         gate: Gate | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(limits)
         if not 1 <= streams <= STREAMS_MAX:
             raise UsageError(f"streams must be between 1 and {STREAMS_MAX}, not {streams}")
         self._hosts = hosts_of(LOOPBACK if advertise_host is None else advertise_host)
@@ -71,7 +71,6 @@ class TcpTransport(SocketTransport):
         if offload_size_bytes is None:
             offload_size_bytes = OFFLOAD_SIZE_BYTES if cores() >= OFFLOAD_CORES else SHARD_SIZE_BYTES_MAX
         self._offload_size_bytes = offload_size_bytes
-        self._limits = limits
         self._gate = gate
         self._channel: Callable[..., Channel] = Channel
         self._source = TcpSource()
@@ -91,8 +90,8 @@ class TcpTransport(SocketTransport):
         self._check_open()
         reach = partial(connect, scheme=self.name, stall_s=self._limits.stall_s, deadline=deadline, make=self._channel)
         count = FAR_STREAMS if far else self._streams
-        channels = connect_all(reach, endpoint, count)
-        link = TcpLink(channels, self._offload_size_bytes)
+        connection = self._take(endpoint.split(","), count) or Connection(connect_all(reach, endpoint, count))
+        link = TcpLink(connection, self._offload_size_bytes, self._keep)
         self._add(link)
         return link
 
@@ -100,13 +99,12 @@ class TcpTransport(SocketTransport):
 class TcpLink(SocketLink):
     """A link whose segments follow each other on each stream without a request between them."""
 
-    def __init__(self, channels: Sequence[Channel], offload_size_bytes: int) -> None:
-        super().__init__(channels)
+    def __init__(self, connection: Connection, offload_size_bytes: int, keep: Callable[[Connection], None]) -> None:
+        super().__init__(connection, keep)
         self._offload_size_bytes = offload_size_bytes
 
     def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
-        channels = self._channels[: len(segments)]
-        streams = [_TcpStream(self, channel, manifest, plan, deadline) for channel in channels]
+        streams = [_TcpStream(self, each, manifest, plan, deadline) for each in self._channels[: len(segments)]]
         if len(streams) == 1:
             return pump(streams[0], segments, lambda due: streams[0].again() or self._additional(due))
         return pump_all(streams, segments, self._more, self.cut)
@@ -137,10 +135,7 @@ class _TcpStream:
         return len(self._landed) + len(self._finishing)
 
     def request(self, segments: Sequence[int]) -> None:
-        if self._patches.may_come:
-            self._patches.request(segments)
-        else:
-            self._link._request(self._channel, segments, self._deadline)
+        self._patches.request(segments)
 
     def again(self) -> list[int]:
         return self._patches.again()
@@ -156,8 +151,7 @@ class _TcpStream:
             return []
         if self._channel.kind == DELTA:
             self._patches.receive(due[0], length)
-            return [due.popleft()]
-        if length != stop - start:
+        elif length != stop - start:
             raise ProtocolError(f"segment {due[0]} has {stop - start} bytes, the source sends {length}")
         return [due.popleft()]
 
@@ -195,6 +189,7 @@ class TcpSource(SourceBackend):
     """A backend that serves any memory through the socket."""
 
     name = "tcp"
+    keeps_connections = True
     sends_deltas = True
 
     def accept_peer(self, sock: socket.socket) -> str:

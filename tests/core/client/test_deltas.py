@@ -15,13 +15,15 @@ import pytest
 import torch
 from client_stage import RUNTIME
 
-from tensorhub_plugins.core import CHECKPOINT, Client, Location, version_of
+from tensorhub_plugins.core import CHECKPOINT, Client, Location, Part, TensorSpec, version_of
 from tensorhub_plugins.core.client.changes import Changes, spans_of
 from tensorhub_plugins.core.client.publisher import Publisher
 from tensorhub_plugins.core.deltas import codec, native
 from tensorhub_plugins.core.deltas.pace import Pace
+from tensorhub_plugins.core.errors import DeadlineExceeded
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.transports.stream.source import ReaderConnection
 from tensorhub_plugins.core.types import ShardKey
 
 HERE, THERE, ELSEWHERE = (Location(host=name) for name in "abc")
@@ -358,3 +360,225 @@ def test_what_is_over_has_time_for_deltas_as_soon_as_the_next_one_is_there(stage
 def compiled_first() -> None:
     """The compiler runs now and not beside a test."""
     native.begin()
+
+
+@pytest.fixture
+def as_on_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within this host deltas save no time: they are taken all the same."""
+    monkeypatch.setattr(Changes, "asked", lambda self, rate: None)
+    monkeypatch.setattr(Pace, "takes_deltas", lambda self: True)
+
+
+ROWS, COLUMNS = 1024, 512  # of bf16: 1 MiB, in 16 segments
+
+
+def part_of(name: str, start: tuple[int, int], shape: tuple[int, int]) -> TensorSpec:
+    return TensorSpec(name, "bfloat16", shape, 2 * shape[0] * shape[1], None, Part((ROWS, COLUMNS), start))
+
+
+def matrices(count: int) -> list[dict[str, torch.Tensor]]:
+    """Versions of two matrices, of which only the first one changes."""
+    make = torch.Generator().manual_seed(3)
+    first, same = (torch.randn(ROWS, COLUMNS, generator=make).to(torch.bfloat16) for _ in range(2))
+    made = [{"a": first, "b": same}]
+    while len(made) < count:
+        made.append({**stepped({"a": made[-1]["a"]}, len(made)), "b": same})
+    return made
+
+
+@pytest.mark.usefixtures("as_on_a_link")
+def test_a_reader_of_a_part_gets_deltas_of_the_segments_that_it_wants_whole(stage):
+    """Its memory is the base, and serves nobody. Of columns no segment is wanted whole: the control."""
+    trainer, reader = stage.client("trainer", location=HERE), stage.client("reader", location=THERE)
+    made = matrices(3)
+    wanted = [part_of("a", (100, 0), (700, COLUMNS)), part_of("b", (0, 0), (ROWS // 2, COLUMNS))]
+    columns = [part_of("a", (0, 0), (ROWS, 8))]
+    for version, tensors in enumerate(made, 1):
+        trainer.publish(version, tensors)
+        trainer.changes.make_ahead(version - 1, CHECKPOINT)
+        fetched = reader.fetch(version, wanted=wanted)
+        assert torch.equal(fetched.tensors()["a"], tensors["a"][100:800])
+        assert torch.equal(fetched.tensors()["b"], tensors["b"][: ROWS // 2])
+        report, segment = fetched.report, trainer.find(ShardKey(version, CHECKPOINT)).manifest.segment_size_bytes
+        fetched.release()
+        if version > 1:
+            ends = 2 * segment  # each holds rows that are not wanted
+            assert report.delta_size_bytes == sum(report.sources.values()) - ends > SIZE // 2
+            assert ends < report.wire_size_bytes < ends + SIZE // 30  # nothing of b, which has not changed
+        fetched = reader.fetch(version, wanted=columns)
+        assert fetched.report.delta_size_bytes == 0 and torch.equal(fetched.tensors()["a"], tensors["a"][:, :8])
+        fetched.release()
+
+
+@pytest.mark.usefixtures("as_on_a_link")
+def test_a_part_that_was_written_to_meanwhile_comes_whole(stage):
+    trainer, reader = stage.client("trainer", location=HERE), stage.client("reader", location=THERE)
+    made = matrices(2)
+    wanted = [part_of(name, (0, 0), (ROWS // 2, COLUMNS)) for name in "ab"]
+    trainer.publish(1, made[0])
+    fetched = reader.fetch(1, wanted=wanted)
+    for tensor in fetched.tensors().values():
+        tensor.zero_()
+    fetched.release()
+    trainer.publish(2, made[1])
+    assert trainer.changes.make_ahead(1, CHECKPOINT) > 0
+    fetched = reader.fetch(2, wanted=wanted)
+    assert all(torch.equal(fetched.tensors()[name], made[1][name][: ROWS // 2]) for name in "ab")
+    assert fetched.report.delta_size_bytes == 0 and fetched.report.losses == ()
+
+
+@pytest.mark.usefixtures("as_on_a_link")
+@pytest.mark.parametrize("into", ["memory of its own", "tensors in place"])
+def test_shards_of_parts_come_as_deltas(stage, into):
+    """As FSDP ranks publish them: each has rows of every matrix."""
+    ranks = [stage.client("trainer", shard=rank, shard_count=2, location=HERE) for rank in range(2)]
+    reader = stage.client("reader", location=THERE)
+    mine = {name: torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16) for name in "ab"}
+    half = ROWS // 2
+    for version, tensors in enumerate(matrices(3), 1):
+        for rank, trainer in enumerate(ranks):
+            rows = {name: tensor[rank * half : (rank + 1) * half] for name, tensor in tensors.items()}
+            parts = {name: Part((ROWS, COLUMNS), (rank * half, 0)) for name in rows}
+            trainer.publish(version, rows, parts=parts)
+            trainer.changes.make_ahead(version - 1, CHECKPOINT)
+        if into == "tensors in place":
+            report = reader.replicate(mine, version, parts={name: Part((ROWS, COLUMNS), (0, 0)) for name in mine})
+            assert equal(mine, tensors)
+        else:
+            fetched = follow(reader, version)
+            assert equal(fetched.tensors(), tensors)
+            report = fetched.report
+        if version > 1:
+            assert report.delta_size_bytes >= 2 * ROWS * COLUMNS and report.wire_size_bytes < SIZE // 30
+
+
+@pytest.mark.usefixtures("as_on_a_link")
+def test_slices_come_as_deltas_to_the_worker_that_takes_them(stage):
+    """As a tensor parallel engine reads them, one worker's rows of one matrix and columns of another."""
+    trainer, reader = stage.client("trainer", location=HERE), stage.client("reader", location=THERE)
+    half = COLUMNS // 2
+    for version, tensors in enumerate(matrices(3), 1):
+        sliced = {f"{k:03}/a": tensors["a"][:, k * half : (k + 1) * half].contiguous() for k in range(2)}
+        parts = {f"{k:03}/a": Part((ROWS, COLUMNS), (0, k * half), "a") for k in range(2)}
+        trainer.publish(version, sliced, parts=parts)
+        trainer.changes.make_ahead(version - 1, CHECKPOINT)
+        fetched = reader.fetch(version, wanted=[part_of("a", (0, half), (ROWS, half))])
+        assert torch.equal(fetched.tensors()["a"], tensors["a"][:, half:])
+        report = fetched.report
+        fetched.release()
+        if version > 1:
+            assert report.delta_size_bytes == sum(report.sources.values()) and report.wire_size_bytes < SIZE // 30
+
+
+def converted(live: dict[str, torch.Tensor], version: dict[str, torch.Tensor]) -> None:
+    """Change an engine's live weights, as an install does."""
+    for name, tensor in live.items():
+        tensor.view(torch.uint8).copy_(version[name].view(torch.uint8))
+
+
+def converter_and_peer(stage: Any, **options: Any) -> tuple[Any, Any]:
+    return stage.client("converter", location=HERE, **options), stage.client("peer", location=THERE)
+
+
+@pytest.mark.parametrize("delta", ["auto", "off"])
+def test_a_copy_that_is_overwritten_leaves_deltas_of_its_layout(stage, delta, as_on_a_link):
+    """An engine that converts each version publishes a copy of its live weights over the one before, for its peers."""
+    engine, peer = converter_and_peer(stage, delta=delta)
+    made = versions(4)
+    live = {name: tensor.clone() for name, tensor in made[0].items()}
+    memory = set()
+    for version, tensors in enumerate(made, 1):
+        converted(live, tensors)
+        if version > 1:
+            engine.unpublish(version - 1)  # so that its memory is free
+        engine.publish(version, live, RUNTIME)
+        memory.add(engine.find(ShardKey(version, RUNTIME)).slab)
+        fetched = follow(peer, version, layouts=(RUNTIME,))
+        assert equal(fetched.tensors(), tensors) and engine.recheck(version) == () and peer.recheck(version) == ()
+        fetched.release()
+        if delta == "off" or version == 1:
+            assert fetched.report.delta_size_bytes == 0 and not engine.changes.deltas.size_bytes
+        else:
+            assert fetched.report.delta_size_bytes == sum(fetched.report.sources.values()) > SIZE // 2
+            assert fetched.report.wire_size_bytes < SIZE // 30
+    assert len(memory) == 1
+
+
+def test_nothing_is_made_of_a_copy_that_no_reader_elsewhere_takes(stage):
+    engine = stage.client("converter", location=HERE)
+    for version, tensors in enumerate(versions(2), 1):
+        engine.publish(version, tensors, RUNTIME)
+        engine.unpublish(version) if version == 1 else None
+    assert not engine.changes.deltas.size_bytes and engine.recheck(2) == ()
+
+
+@pytest.mark.parametrize("way", ["written to", "other tensors", "strided", "late"])
+def test_a_copy_over_other_bytes_ends_in_right_ones(stage, way, monkeypatch):
+    """Whatever the memory held, or when no deltas can be made of it."""
+    engine, peer = converter_and_peer(stage)
+    v1, v2 = versions(2)
+    engine.publish(1, v1, RUNTIME)
+    follow(peer, 1, layouts=(RUNTIME,)).release()
+    slab = engine.find(ShardKey(1, RUNTIME)).slab
+    views = list(slab.tensors().values())
+    engine.unpublish(1)
+    if way == "written to":
+        for tensor in views:
+            tensor.view(torch.uint8)[::1000] ^= 1  # in every segment
+    elif way == "other tensors":
+        v2 = {"new": torch.ones(SIZE // 4), **v2}
+    elif way == "strided":
+        v2 = {**v2, "bf16": v2["bf16"].view(2, -1).expand(2, 2, -1)[0]}
+        v2["bf16"] = torch.stack([v2["bf16"], v2["bf16"]], -1)[..., 0]
+    else:
+        monkeypatch.setattr(codec, "encode", _out_of_time)
+        with pytest.raises(DeadlineExceeded):
+            engine.publish(2, v2, RUNTIME)
+        monkeypatch.undo()
+    engine.publish(2, v2, RUNTIME)
+    fetched = follow(peer, 2, layouts=(RUNTIME,))
+    got = fetched.tensors()
+    assert all(torch.equal(got[name].float(), tensor.float()) for name, tensor in v2.items())
+    assert engine.recheck(2) == () and fetched.report.losses == ()
+
+
+def _out_of_time(*_: Any) -> None:
+    raise DeadlineExceeded("out of time")
+
+
+def test_deltas_count_as_memory_of_their_worker(stage):
+    budget = 8 * SIZE
+    trainer = stage.client("trainer", location=HERE, memory_budget_bytes=budget)
+    before = trainer._serving.room_bytes()
+    trainer.changes.deltas.put(b"a" * 16, b"b" * 16, bytes(SIZE))
+    assert before - trainer._serving.room_bytes() == trainer.changes.deltas.size_bytes > SIZE
+
+
+def test_a_source_that_dies_in_the_middle_of_its_deltas_costs_what_was_on_its_way(stage, monkeypatch):
+    """The rest comes from another, as deltas, too; what had come is not asked for again."""
+    engine, peer = converter_and_peer(stage)
+    other = stage.client("other", location=ELSEWHERE)
+    v1, v2 = versions(2)
+    for client in (engine, other):
+        client.publish(1, v1, RUNTIME)
+    follow(peer, 1, layouts=(RUNTIME,)).release()
+    for client in (engine, other):
+        client.changes.wanted()
+        client.publish(2, v2, RUNTIME)
+        client.changes.make_ahead(1, RUNTIME)
+    frames, lock, send = 0, threading.Lock(), ReaderConnection._send
+
+    def dying(self: ReaderConnection, *arguments: Any) -> int:
+        nonlocal frames
+        with lock:
+            frames += 1
+            dies = frames == 4
+        if dies:
+            self._channel.send([b"\5\0\0\0\0"], time.monotonic() + 5)  # a part of the next header
+            self._channel.cut()
+        return send(self, *arguments)
+
+    monkeypatch.setattr(ReaderConnection, "_send", dying)
+    fetched = follow(peer, 2, layouts=(RUNTIME,))
+    assert equal(fetched.tensors(), v2) and len(fetched.report.losses) == 1
+    assert fetched.report.delta_size_bytes == sum(fetched.report.sources.values()) and len(fetched.report.sources) == 2

@@ -334,9 +334,9 @@ def test_a_withdrawal_after_the_last_byte_matters_only_without_digests(stage, mo
     rollout = stage.client("r", transports=("memory",), verify=verify)
     trainer.publish(1, tensors_of(1))
 
-    def withdrawn_before(link, *, deadline):
+    def withdrawn_before(link, *, deadline, waits):
         trainer.find(ShardKey(1, CHECKPOINT)).withdraw()
-        return true_check(link, deadline=deadline)
+        return true_check(link, deadline=deadline, waits=waits)
 
     monkeypatch.setattr(memory.MemoryLink, "check", withdrawn_before)
     if verify:

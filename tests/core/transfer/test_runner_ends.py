@@ -13,6 +13,7 @@ from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.transfer import events, runner
 from tensorhub_plugins.core.transfer.replication import Replication
 from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader, Target
+from tensorhub_plugins.core.transports.interface import LinkProgress
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 
@@ -79,7 +80,7 @@ def test_what_another_source_may_still_write_is_not_read_before_that_one_has_end
 def test_a_source_that_was_opened_and_is_asked_for_nothing_is_not_taken_for_frozen() -> None:
     """An additional source may wait long until another one leaves it something. The control: one that is opened."""
     inbox: Events = queue.SimpleQueue()
-    link = SimpleNamespace(open=lambda *_, **__: None, close=lambda: None, progress=SimpleNamespace(heard_at=0.0))
+    link = SimpleNamespace(open=lambda *_, **__: None, close=lambda: None, progress=LinkProgress())
     reader = a_reader(inbox, {"tcp": SimpleNamespace(connect=lambda *_, **__: link)})
     assert reader.stalls_at < float("inf")
     reader.start()

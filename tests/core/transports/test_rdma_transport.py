@@ -133,8 +133,10 @@ def test_a_link_that_ended_well_leaves_its_queue_pairs_to_the_next() -> None:
 def test_a_link_that_did_not_end_well_leaves_nothing() -> None:
     with serving() as (_, _, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
         link = reader.connect(endpoint, deadline=far())
-        link.open(KEY, 1, deadline=far())
-        link.close()  # without check
+        manifest = link.open(KEY, 1, deadline=far())
+        target = Slab.adopt({"a": torch.zeros(SIZE, dtype=torch.uint8)})
+        next(iter(read_equal(link, range(manifest.segment_count), target, deadline=far())))
+        link.close()  # in the middle
         second = read(reader, endpoint)
         assert second._connection is not link._connection
 

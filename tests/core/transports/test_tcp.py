@@ -13,15 +13,17 @@ from transport_helpers import KEY, served, soon
 from transport_suite.material import read_equal
 
 from tensorhub_plugins.core.digests import digest_of
-from tensorhub_plugins.core.errors import HubUnreachable, SourceLost, UsageError
+from tensorhub_plugins.core.errors import HubUnreachable, SourceLost, UsageError, VersionGone
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import address
 from tensorhub_plugins.core.protocol.address import addresses_towards
 from tensorhub_plugins.core.transports import read_plan as _plan
 from tensorhub_plugins.core.transports import tcp
+from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.stream import tcp_socket
+from tensorhub_plugins.core.transports.stream.patches import Patches
 from tensorhub_plugins.core.transports.stream.several import SegmentQueue
-from tensorhub_plugins.core.transports.tcp import TcpLink, TcpTransport
+from tensorhub_plugins.core.transports.tcp import TcpSource, TcpTransport
 
 
 def test_tcp_says_what_fails_in_its_other_thread(monkeypatch):
@@ -155,13 +157,9 @@ def test_addresses_towards():
 
 def test_streams_share_a_read(monkeypatch):
     asked = []
-    request = TcpLink._request
+    request = Patches.request
     monkeypatch.setattr(
-        TcpLink,
-        "_request",
-        lambda self, channel, segments, deadline: (
-            asked.append(list(segments)) or request(self, channel, segments, deadline)
-        ),
+        Patches, "request", lambda self, segments: asked.append(list(segments)) or request(self, segments)
     )
     with served(TcpTransport()) as (_, endpoint), contextlib.closing(TcpTransport(streams=3)) as reader:
         link = reader.connect(endpoint, deadline=soon())
@@ -205,3 +203,108 @@ def test_a_host_that_is_no_name_is_lost_or_refused_like_one_that_is_not_there(ho
         reader.connect(f"tcp://{host}:80", deadline=soon())
     with pytest.raises(UsageError, match="is not an address"):
         tcp_socket.listen([host])
+
+
+@contextlib.contextmanager
+def kept(**limits):
+    """Yield (offer, source, read): `read` reads all by a link of its own, and returns its channels."""
+    source = TcpTransport()
+    with (
+        served(source) as (offer, endpoint),
+        contextlib.closing(TcpTransport(limits=TransportLimits(**limits))) as reader,
+    ):
+
+        def read(*, waits=False, at=endpoint):
+            link = reader.connect(at, deadline=soon())
+            manifest = link.open(KEY, 1, deadline=soon())
+            into = Slab.allocate(manifest.tensors)
+            assert sorted(read_equal(link, range(manifest.segment_count), into, deadline=soon())) == list(range(16))
+            assert [link.digest(k) for k in range(16)] == [manifest.digest(k) for k in range(16)]
+            assert link.check(deadline=soon(), waits=waits)
+            channels = list(link._channels)
+            link.close()
+            return channels
+
+        yield offer, source, reader, read
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_next_link_to_a_source_has_the_connection_of_the_last_one(waits):
+    with kept() as (offer, source, reader, read):
+        first, second, third = read(waits=waits), read(waits=waits), read()
+        assert first == second == third and len(source._server._connections) == 1
+        assert not third[0].is_lost() and len(reader._idle) == 1
+    assert third[0].is_cut() and not reader._idle  # closed with its transport
+
+
+def test_a_connection_at_rest_holds_no_offer():
+    with kept() as (offer, source, reader, read):
+        before = read(waits=True)
+        offer.withdraw()
+        assert offer.active_readers == 0 and not before[0].is_lost()
+        link = reader.connect(before[0].peer, deadline=soon())
+        with pytest.raises(VersionGone):
+            link.open(KEY, 1, deadline=soon())
+        link.close()
+        assert not reader._idle  # only what ended well is kept
+
+
+def test_a_connection_whose_source_has_gone_is_not_taken():
+    with kept() as (offer, source, reader, read):
+        first = read(waits=True)
+        next(iter(source._server._connections)).cut()
+        first[0]._poll.poll(5000)
+        assert first[0].is_lost() and read() != first
+
+
+def test_a_reader_keeps_so_many_connections():
+    with kept(idle_at_reader_max=1) as (offer, source, reader, read):
+        peer = read()[0].peer
+        links = [reader.connect(peer, deadline=soon()) for _ in range(2)]
+        channels = [list(link._channels) for link in links]
+        for link in links:
+            link.open(KEY, 1, deadline=soon())
+            assert link.check(deadline=soon())
+        for link in links:
+            link.close()
+        assert [each.channels for each in reader._idle] == channels[1:]
+        assert channels[0][0].is_cut()
+
+
+def test_a_link_that_is_closed_too_early_or_twice_keeps_nothing():
+    with kept() as (offer, source, reader, read):
+        link = reader.connect(read()[0].peer, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        reading = link.read(range(16), Slab.allocate(manifest.tensors), [(0, 0, 16000)], deadline=soon())
+        next(reading)
+        link.close()
+        assert not reader._idle
+        reading.close()
+        read()
+        other = reader.connect(link.peer, deadline=soon())
+        assert other.progress.is_kept
+        other.open(KEY, 1, deadline=soon())
+        assert other.check(deadline=soon(), waits=False)
+        for _ in range(2):
+            other.close()
+            other.cut()  # the connection is another's by now
+        assert len(reader._idle) == 1 and not reader._idle[0].channels[0].is_lost()
+
+
+def test_a_source_of_an_older_release_keeps_no_connection(monkeypatch):
+    monkeypatch.setattr(TcpSource, "keeps_connections", False)
+    with kept() as (offer, source, reader, read):
+        assert read() != read() and not reader._idle
+
+
+def test_a_source_out_of_slots_evicts_connections_at_rest():
+    limits = TransportLimits(readers_per_peer_max=1)
+    with served(TcpTransport(limits=limits)) as (_, endpoint), contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(contextlib.closing(TcpTransport())) for _ in range(2))
+        link = first.connect(endpoint, deadline=soon())
+        link.open(KEY, 1, deadline=soon())
+        assert link.check(deadline=soon())
+        link.close()
+        other = second.connect(endpoint, deadline=soon())
+        other.open(KEY, 1, deadline=soon())
+        assert other.check(deadline=soon())

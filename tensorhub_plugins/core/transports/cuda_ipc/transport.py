@@ -47,7 +47,7 @@ from tensorhub_plugins.core.transports.read_plan import ReadPlan, runs_of
 from tensorhub_plugins.core.transports.stream import unix_socket
 from tensorhub_plugins.core.transports.stream.announced import AnnouncedStream
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected
-from tensorhub_plugins.core.transports.stream.link import SocketLink
+from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
 from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX, StreamOpened
 from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
 from tensorhub_plugins.core.transports.stream.source import StreamServer
@@ -72,9 +72,8 @@ class CudaIpcTransport(SocketTransport):
         limits: TransportLimits = DEFAULT_LIMITS,
         gate: Gate | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(limits)
         self._ipc: Ipc = CudaIpc() if ipc is None else ipc
-        self._limits = limits
         self._gate = gate
         self._lock = threading.Lock()
         self._streams: dict[Device, Stream] = {}
@@ -140,7 +139,7 @@ class CudaIpcLink(SocketLink):
     """A link that copies many segments at a time, in the transport's threads."""
 
     def __init__(self, channel: Channel, transport: CudaIpcTransport) -> None:
-        super().__init__([channel])
+        super().__init__(Connection([channel]))
         self._transport = transport
         self._memory: SourceMemory | None = None
         self._owner_liveness_fd = -1

@@ -7,7 +7,7 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ from tensorhub_plugins.core.transports.rdma.registration import BounceBuffer, Re
 from tensorhub_plugins.core.transports.rdma.verbs import ReadQueuePair
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent
-from tensorhub_plugins.core.transports.stream.link import SocketLink
+from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
 from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX, SEGMENT, StreamOpened
 
 if TYPE_CHECKING:
@@ -61,10 +61,11 @@ class _Rail:
         self.port = port  # index of the source's port
 
 
-class Connection:
+class RailConnection(Connection):
     """A channel and its rails, which are kept from link to link."""
 
     def __init__(self, channel: Channel) -> None:
+        super().__init__([channel])
         self.channel = channel
         self.rails: list[_Rail] = []
         self.proved = False  # something has been read over them
@@ -77,7 +78,7 @@ class Connection:
 
     def close(self) -> None:
         self.hang_up()
-        self.channel.close()
+        super().close()
 
 
 class _Arriving:
@@ -109,43 +110,23 @@ class _GivenUp(Exception):
 class RdmaLink(SocketLink):
     """One reader's connection to one source: control messages over TCP, bytes by RDMA reads."""
 
-    def __init__(self, transport: RdmaTransport, connection: Connection, stall_s: float) -> None:
-        super().__init__([connection.channel])
+    _connection: RailConnection
+
+    def __init__(
+        self, transport: RdmaTransport, connection: RailConnection, stall_s: float, keep: Callable[[Connection], None]
+    ) -> None:
+        super().__init__(connection, keep)
         self._transport = transport
-        self._connection = connection
         self._stall_s = stall_s
         self._remote: RemoteMemory | None = None
         self._ring: Region | None = None  # the source's, where its memory is not registered
         self._target: Registration | None = None
         self._device: Device | None = None  # the target's: read by way of bounce buffers that are pinned for it
         self._free: list[BounceBuffer] = []
-        self._rested = False  # the last offer ended properly: another link may use the connection
-        self._given = False  # and another link does
-
-    def check(self, *, deadline: float) -> bool:
-        self._rested = super().check(deadline=deadline)
-        return self._rested
-
-    def cut(self) -> None:
-        """End all waits for the source, unless the connection serves another link by now."""
-        if not self._given:
-            super().cut()
-
-    def close(self) -> None:
-        with self._guard:
-            if self._given:
-                return
-            self._given = self._rested and not self._closed and not self._in_use
-            if self._given:
-                self._closed = True
-        if self._given:
-            self._drop_bounce_buffers()
-            self._transport.keep(self._connection)
-        else:
-            super().close()
 
     def _dispose(self) -> None:
-        self._connection.hang_up()
+        if self._channels:  # they are still this link's
+            self._connection.hang_up()
         self._drop_bounce_buffers()
         super()._dispose()
 
@@ -157,7 +138,6 @@ class RdmaLink(SocketLink):
     # opening
 
     def _receive_memory(self, channel: Channel, manifest: Manifest, opened: StreamOpened, deadline: float) -> None:
-        self._rested = False
         self._drop_bounce_buffers()  # they have the size of another offer's segments
         told = channel.receive_message(rails_decoder, REPLY_SIZE_BYTES_MAX, deadline)
         size_bytes = RING_SLOTS * manifest.segment_size_bytes if told.is_ring else manifest.size_bytes

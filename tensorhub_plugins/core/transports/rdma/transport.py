@@ -36,7 +36,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 
 from tensorhub_plugins.core.drivers import pci_address
@@ -47,7 +46,7 @@ from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
-from tensorhub_plugins.core.transports.rdma.link import Connection, RdmaLink
+from tensorhub_plugins.core.transports.rdma.link import RailConnection, RdmaLink
 from tensorhub_plugins.core.transports.rdma.rails import choose_ports, find_ports, has_link
 from tensorhub_plugins.core.transports.rdma.registration import Registry
 from tensorhub_plugins.core.transports.rdma.source import RdmaSource
@@ -79,10 +78,9 @@ class RdmaTransport(SocketTransport):
         gate: Gate | None = None,
     ) -> None:
         """Open the cards. Raise UsageError when the devices named are not usable; VerbsError stays inside."""
-        super().__init__()
+        super().__init__(limits)
         self._hosts = hosts_of(LOOPBACK if advertise_host is None else advertise_host)
         self._ports = ports
-        self._limits = limits
         self._gate = gate
         found, reasons = find_ports(gid_index=_configured_gid_index() if gid_index is None else gid_index)
         wanted = _configured_devices() if devices is None else devices
@@ -94,7 +92,6 @@ class RdmaTransport(SocketTransport):
         _log.info("rdma: using %s", ", ".join(str(nic.port) for nic in self._nics))
         self._memory = Registry(self._nics)
         self._guard = threading.Lock()
-        self._idle: deque[Connection] = deque()
         self._unreachable: dict[str, tuple[float, str]] = {}
 
     @staticmethod
@@ -134,18 +131,14 @@ class RdmaTransport(SocketTransport):
             raise SourceLost(f"not reached over rdma a moment ago: {reason}", peer=endpoint, phase="connect")
         connection = self._take(endpoints)
         if connection is None:
-            connection = Connection(connect(endpoint, self.name, stall_s=self._limits.stall_s, deadline=deadline))
-        link = RdmaLink(self, connection, self._limits.stall_s)
+            connection = RailConnection(connect(endpoint, self.name, stall_s=self._limits.stall_s, deadline=deadline))
+        assert isinstance(connection, RailConnection)
+        link = RdmaLink(self, connection, self._limits.stall_s, self._keep)
         self._add(link)
         return link
 
     def close(self) -> None:
-        with self._guard:
-            self._closed = True
-            idle, self._idle = list(self._idle), deque()
         super().close()
-        for connection in idle:
-            connection.close()
         self._memory.clear()
         for nic in self._nics:
             nic.close()  # takes effect once the links that were cut have released it
@@ -168,31 +161,6 @@ class RdmaTransport(SocketTransport):
         _log.warning("rdma: %s is not tried for %g s, other transports go on: %s", endpoint, pause_s, reason)
         with self._guard:
             self._unreachable[endpoint] = (time.monotonic() + pause_s, reason)
-
-    def keep(self, connection: Connection) -> None:
-        """Keep the connection for the next link to the same source."""
-        surplus: Connection | None = connection
-        with self._guard:
-            if not self._closed:
-                self._idle.append(connection)
-                surplus = self._idle.popleft() if len(self._idle) > self._limits.idle_at_reader_max else None
-        if surplus is not None:
-            surplus.close()
-
-    def _take(self, endpoints: Sequence[str]) -> Connection | None:
-        with self._guard:
-            found = [connection for connection in self._idle if connection.channel.peer in endpoints]
-            for connection in found:
-                self._idle.remove(connection)
-        fresh: Connection | None = None
-        for connection in found:
-            if fresh is None and not connection.channel.is_cut() and not connection.channel.has_input():
-                fresh = connection
-            elif fresh is not None and not connection.channel.is_cut():
-                self.keep(connection)
-            else:
-                connection.close()
-        return fresh
 
 
 def _configured_devices() -> list[str] | None:

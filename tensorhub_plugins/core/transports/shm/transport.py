@@ -38,7 +38,7 @@ from tensorhub_plugins.core.transports.shm.source import ADOPTED, ShmSource
 from tensorhub_plugins.core.transports.stream import unix_socket
 from tensorhub_plugins.core.transports.stream.announced import AnnouncedStream
 from tensorhub_plugins.core.transports.stream.channel import Channel
-from tensorhub_plugins.core.transports.stream.link import SocketLink
+from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
 from tensorhub_plugins.core.transports.stream.messages import StreamOpened
 from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
 from tensorhub_plugins.core.transports.stream.source import StreamServer
@@ -75,10 +75,9 @@ class ShmTransport(SocketTransport):
         limits: TransportLimits = DEFAULT_LIMITS,
         gate: Gate | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(limits)
         self._copy_threads = copy_threads or min(COPY_THREADS_MAX, cores())
         self._by_address = _process.available()  # until it proves to be forbidden
-        self._limits = limits
         self._gate = gate
         self._mappings = MappingCache(map_from)
         self._device = here()  # borrowed memory is pinned for it: the threads that read have none of their own
@@ -140,7 +139,7 @@ class ShmLink(SocketLink):
         by_address: bool,
         forbidden: Callable[[OSError], None],
     ) -> None:
-        super().__init__([channel])
+        super().__init__(Connection([channel]))
         self._pool = pool
         self._mappings = mappings
         self._device = device

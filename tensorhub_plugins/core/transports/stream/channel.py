@@ -72,6 +72,7 @@ class Channel:
         self.nonce = b""  # this connection's, chosen by the source
         self.waited = False  # the source had to wait for the segment of the last header
         self.kind = 0  # of the last header
+        self.is_due = False  # at the reader: the answer to the last StreamFinish has not been received
         self.has_offer = False  # at the source: its reader has an offer open
         self.is_given_up = False  # its slot was given to another reader
         self._stall_s = stall_s
@@ -206,6 +207,10 @@ class Channel:
     def has_input(self) -> bool:
         """Return whether reading would return at once."""
         return bool(self._poll.poll(0))
+
+    def is_lost(self) -> bool:
+        """Return whether this connection, which is at rest at the reader, is of no use any more, as far as is known."""
+        return self.is_cut() or (self.has_input() and not self.is_due)
 
     def is_cut(self) -> bool:
         """Return whether the other side has shut down, closed or died. Known at once on the same host, whatever is

@@ -39,6 +39,8 @@ from tensorhub_plugins.core.transports.stream.messages import (
 )
 from tensorhub_plugins.core.types import ShardKey
 
+REST_S = 1.0  # to send one message, where nothing else is on its way
+
 _Expected = TypeVar("_Expected", StreamOpened, StreamFinished)
 
 
@@ -77,16 +79,33 @@ def translated(peer: str, version: int | None, phase: str, deadline: float) -> I
         raise
 
 
-class SocketLink:
-    """The common part of the links of tcp, shm and rdma. The first channel is opened in full, the others follow it."""
+class Connection:
+    """The channels of a link, which the next link to the same source may use."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
-        self._channels = list(channels)
-        self.peer = channels[0].peer
+        self.channels = list(channels)
+        self.has_served = False
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+
+
+class SocketLink:
+    """The common part of the links of tcp, shm and rdma. The first channel is opened in full, the others follow it.
+
+    keep: takes the connection when the link has ended well; None: it is closed."""
+
+    def __init__(self, connection: Connection, keep: Callable[[Connection], None] | None = None) -> None:
+        self._connection, self._keep = connection, keep
+        self._channels = connection.channels
+        self.peer = self._channels[0].peer
+        self._rested = False  # the last offer ended properly: another link may use the connection
         self._version: int | None = None
         self._manifest: Manifest | None = None
         self._plan: ReadPlan | None = None
-        self.progress = LinkProgress()
+        self.progress = LinkProgress(is_kept=connection.has_served)
+        connection.has_served = True
         self.digests = True
         self.ticket: Ticket | None = None
         self.borrows = False
@@ -100,7 +119,7 @@ class SocketLink:
 
     def open(self, key: ShardKey, as_of: int, *, deadline: float) -> Manifest:
         self._manifest = self._plan = None
-        self._version = key.version
+        self._version, self._rested = key.version, False
         with self._using("open", deadline):
             self._manifest = self._open(key, as_of, deadline)
         return self._manifest
@@ -119,6 +138,7 @@ class SocketLink:
         if bytes(first.manifest) == NO_MANIFEST:
             raise ProtocolError("the source opened without a manifest")
         manifest = Manifest.decode(bytes(first.manifest))
+        self._keep = self._keep if first.keeps else None
         self._receive_memory(channel, manifest, first, deadline)
         for other in self._channels[1:]:
             if self._reply(other, StreamOpened, deadline).epoch != first.epoch:
@@ -178,30 +198,41 @@ class SocketLink:
             raise UsageError("nothing has been read")
         return self._plan.digest(segment)
 
-    def check(self, *, deadline: float) -> bool:
+    def check(self, *, deadline: float, waits: bool = True) -> bool:
         if self._closed or self._manifest is None:
             return False
         self._manifest = None
         try:
             with self._using("check", deadline):
                 for channel in self._channels:
-                    channel.send_message(StreamFinish(), deadline)
-                return all([self._reply(channel, StreamFinished, deadline).current for channel in self._channels])
+                    self._finish(channel, deadline)
+                replies = self._channels if waits else ()
+                self._rested = all([self._reply(channel, StreamFinished, deadline).current for channel in replies])
+                return self._rested
         except SourceLost as error:
             if isinstance(error.__cause__, Disconnected):
                 return False  # a withdrawal closes the connection
             raise
 
+    def _finish(self, channel: Channel, deadline: float) -> None:
+        channel.send_message(StreamFinish(), deadline)
+        channel.is_due = True
+
     def cut(self) -> None:
-        """Cut the connection, from any thread: the thread that uses this link gets SourceLost."""
+        """Cut the connection, from any thread, unless another link has it: the thread that uses it gets SourceLost."""
         for channel in self._channels:
             channel.cut()
 
     def close(self) -> None:
         """Close the link, from any thread: one that uses it gets SourceLost, and then disposes of it."""
+        if self._plan is None and self._keep is not None:  # opened, and asked for nothing
+            with contextlib.suppress(TensorHubError):
+                self.check(deadline=time.monotonic() + REST_S, waits=False)
         with self._guard:
-            self._closed = True
-            in_use = self._in_use
+            in_use, keep = self._in_use, self._keep if self._rested and not (self._closed or self._in_use) else None
+            self._closed, self._channels = True, [] if keep is not None else self._channels
+        if keep is not None:
+            keep(self._connection)
         self.cut()
         if not in_use:
             self._dispose()
@@ -231,9 +262,7 @@ class SocketLink:
                 self._dispose()
 
     def _dispose(self) -> None:
-        self._more = (
-            None  # it leads back to the reader that has this link: a cycle, which would keep what was read into
-        )
+        self._more = None  # it leads back to the reader of this link: a cycle, which would keep what was read into
         for channel in self._channels:
             channel.abandon()  # the source may be sending
 
@@ -261,7 +290,11 @@ class SocketLink:
         return length
 
     def _reply(self, channel: Channel, kind: type[_Expected], deadline: float, length: int | None = None) -> _Expected:
-        """Return the next message (length: if its header was received already). Raise the error of a refusal."""
+        """Return the next message (length: if its header was received already), after the answer to the last
+        StreamFinish, if that is due. Raise the error of a refusal."""
+        is_due, channel.is_due = channel.is_due, False
+        if is_due and kind is not StreamFinished:
+            self._reply(channel, StreamFinished, deadline)
         if length is None:
             reply = channel.receive_message(reply_decoder, REPLY_SIZE_BYTES_MAX, deadline)
         else:

@@ -95,6 +95,7 @@ class StreamOpened(_Message, frozen=True):
     manifest: msgspec.Raw  # Manifest.encoded; NO_MANIFEST: brief
     addresses: bytes | None = None  # shm: addresses in the source's memory; None: `send_memory` follows
     is_lent: bool = False  # shm: it may be used in place, see memory/loans.py
+    keeps: bool = False  # after a StreamFinish the connection may wait for the next StreamOpen as long as it likes
 
 
 class StreamRefused(_Message, frozen=True):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
+from collections.abc import Sequence
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.transports.stream.link import SocketLink
+from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
+from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
 from tensorhub_plugins.core.transports.stream.source import StreamServer
 
 
 class SocketTransport:
     """The base class of tcp, shm, rdma and cuda_ipc."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: TransportLimits = DEFAULT_LIMITS) -> None:
+        self._limits = limits
+        self._idle: deque[Connection] = deque()  # for the next links, the oldest first
         self._server: StreamServer | None = None
         self._links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
         self._links_guard = threading.Lock()
@@ -34,11 +39,36 @@ class SocketTransport:
         if closed:  # closed by another thread, while this one connected
             link.cut()
 
+    def _keep(self, connection: Connection) -> None:
+        """Keep the connection for the next link to the same source."""
+        surplus: Connection | None = connection
+        with self._links_guard:
+            if not self._closed:
+                self._idle.append(connection)
+                surplus = self._idle.popleft() if len(self._idle) > self._limits.idle_at_reader_max else None
+        if surplus is not None:
+            surplus.close()
+
+    def _take(self, endpoints: Sequence[str], count: int = 1) -> Connection | None:
+        """Return a kept connection of so many channels to one of these endpoints of a source, the one that was used
+        last; None: there is none."""
+        with self._links_guard:
+            alike = [each for each in self._idle if each.channels[0].peer in endpoints and len(each.channels) == count]
+            lost = [each for each in alike if any(channel.is_lost() for channel in each.channels)]
+            taken = next((each for each in reversed(alike) if each not in lost), None)
+            self._idle = deque(each for each in self._idle if each is not taken and each not in lost)
+        for each in lost:
+            each.close()
+        return taken
+
     def close(self) -> None:
         """Stop serving, and cut all links, so that their users get SourceLost. Idempotent."""
         with self._links_guard:
             self._closed = True
             links = list(self._links)
+            idle, self._idle = self._idle, deque()
+        for connection in idle:
+            connection.close()
         if self._server is not None:
             self._server.close()
         for link in links:

@@ -342,7 +342,8 @@ class ReaderConnection:
             return
         _log.debug("%s: %s opens %s, as of %d", self._backend.name, self._channel.peer, offer.key, request.as_of)
         manifest = NO_MANIFEST if request.brief else offer.manifest.encoded
-        self._channel.send_message(StreamOpened(offer.epoch, msgspec.Raw(manifest), addresses, lends), deadline)
+        keeps = self._backend.keeps_connections
+        self._channel.send_message(StreamOpened(offer.epoch, msgspec.Raw(manifest), addresses, lends, keeps), deadline)
         if not request.brief and addresses is None:
             self._backend.send_memory(self._channel, offer, deadline, lends=lends)
 
