@@ -199,7 +199,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.command == "keygen":
         return make_key(options.file, options.role, options.source)
     if not options.hub:
-        parser.error(f"{options.command} needs --hub tcp://host:port or {HUB_ENVIRONMENT}")
+        where = "; `tensorhub fleet list` says where that of a run of verl or OpenRLHF is, and its secret"
+        parser.error(f"{options.command} needs --hub tcp://host:port or {HUB_ENVIRONMENT}{where}")
     if options.command in ("status", "top"):
         return show_status(options)
     version = 0 if options.command == "unpin" else parse_version(options.version)
@@ -214,6 +215,7 @@ def show_status(options: argparse.Namespace) -> int:
 
     def fetch() -> tuple[dict[str, Any], list[problems.Problem]]:
         report = fetch_status(options.hub, timeout_s=options.timeout, keys=keys)
+        report["address"] = options.hub
         return report, problems.find(report, hub=hub, late_s=options.late)
 
     if options.command == "top" and sys.stdout is not None and sys.stdout.isatty():

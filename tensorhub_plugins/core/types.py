@@ -64,6 +64,14 @@ class Location(msgspec.Struct, frozen=True, gc=False):
         return self.machine or self.host
 
 
+TRANSPORTS = ("shm", "cuda_ipc", "tcp", "tls", "rdma")
+DISTANCES = ("same_host", "same_rack", "same_data_center", "other_data_center")  # by what `distance` returns
+
+Came: TypeAlias = tuple[str, int, int]  # of one shard from one source: by which way, bytes, and bytes sent for them
+NOTHING: Came = ("", 0, 0)
+WAYS = frozenset(f"{where} {transport}" for where in DISTANCES for transport in TRANSPORTS)  # how bytes were read
+
+
 def distance(a: Location, b: Location) -> int:
     """Return 0 for the same host, 1 same rack, 2 same data centre, 3 farther. Unknown data centres count as one."""
     if a.data_center != b.data_center:

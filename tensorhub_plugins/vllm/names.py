@@ -9,6 +9,7 @@ NAME = "tensorhub"
 LEAVING_S = 8.0  # for an engine that ends: HAND_OVER_TIMEOUT_S (updater.py), and its processes
 
 RUN = "run"  # the adapter's tests were run with it (verl with 0.24: the demo, which checks what it claims)
+WIRE = "wire"  # among the ways of bytes that were read: how many were sent for them
 CHECKED = "checked"  # what the adapter uses is in its sources, and takes what it is given: tests/versions
 # By framework: the minor versions of vLLM. Each is held against its last release.
 VERSIONS = {

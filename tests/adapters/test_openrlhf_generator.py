@@ -67,6 +67,9 @@ def test_with_nothing_to_be_run_a_batch_asks_for_no_version(ray: FakeRay, monkey
     assert {asked["min_version"] for asked in engine.asked} == {0}
 
 
+BYTES = {"same_host": 10.0, "near": 5.0, "far": 25.0, "rdma": 5.0, "wire": 20.0}
+
+
 def test_the_samples_carry_how_the_engines_did(ray: FakeRay) -> None:
     """To the trainer's log: OpenRLHF gives it nothing else of the process that generates."""
     behind, ahead = FakeEngine(version=version_of(1, 2)), FakeEngine(version=version_of(1, 5))
@@ -75,6 +78,7 @@ def test_the_samples_carry_how_the_engines_did(ray: FakeRay) -> None:
         "pull_s": 0.5,
         "pause_s": 0.25,
         "sources": {"trainer/0": 30, "rollout-0/0": 10},
+        "ways": {"same_host shm": 10, "same_rack rdma": 5, "other_data_center tls": 25, "wire": 20},
     }
     samples, *_ = make([behind, ahead]).generate_samples()
     told = figures_of(samples)
@@ -89,6 +93,7 @@ def test_the_samples_carry_how_the_engines_did(ray: FakeRay) -> None:
         "tensorhub/pull/seconds_max": 0.5,
         "tensorhub/pause/seconds_max": 0.25,
         "tensorhub/pull/share_from_peers": 0.25,
+        **{f"tensorhub/pull/bytes_{name}": size for name, size in BYTES.items()},
     }
     level, *_ = make([FakeEngine(version=5), FakeEngine(version=5)]).generate_samples()
     assert figures_of(level)["tensorhub/version_lag/max"] == 0.0  # the control

@@ -25,6 +25,7 @@ KEYS = {
         *("version", "publish/seconds", "publish/gather_seconds", "publish/bytes"),
         *("replicas/ready", "replicas/lost", "replicas/refused", "version_lag/max", "version_lag/mean"),
         *("last_pull_age_s", "pull/seconds_max", "pull/share_from_peers", "pause/seconds_max"),
+        *(f"pull/bytes_{name}" for name in ("same_host", "near", "far", "rdma", "wire")),
         *("staleness_mean", "staleness_max", "samples_of_several_versions", "validation_wait/seconds"),
     )
 }

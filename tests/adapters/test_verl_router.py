@@ -372,10 +372,13 @@ async def test_replicas_that_verl_moves_in_and_out_are_not_the_fleets():
     assert seen_by(unheard) == ({}, 1)
 
 
+BYTES = {"same_host": 100.0, "near": 0.0, "far": 0.0, "rdma": 0.0, "wire": 90.0}
+
+
 async def test_the_trainers_log_says_how_the_replicas_do():
     a, b = Server("a", version=4), Server("b", version=3)
     a.tells = {"pull_s": 0.5, "pause_s": 0.1, "sources": {"trainer/0": 100}}
-    b.tells = {"pull_s": 0.2, "pause_s": 0.3, "sources": {"a/0": 100}}
+    b.tells = {"pull_s": 0.2, "pause_s": 0.3, "sources": {"a/0": 100}, "ways": {"same_host shm": 100, "wire": 90}}
     router = Router({"a": a, "b": b, "c": Server("c", version=0)})
     await router.handle("warm up")
     await until(lambda: len(router.real._inflight_requests) == 2)
@@ -391,6 +394,7 @@ async def test_the_trainers_log_says_how_the_replicas_do():
         "tensorhub/pull/seconds_max": 0.5,
         "tensorhub/pause/seconds_max": 0.3,
         "tensorhub/pull/share_from_peers": 0.5,
+        **{f"tensorhub/pull/bytes_{name}": size for name, size in BYTES.items()},
     }
 
 

@@ -262,7 +262,7 @@ class Transfer:
                     self.links[shard, session].read(segments)
                 case r.Verified(shard, _, segment):
                     worker.carry_out(shelf.verified(self.read, self._key(shard), segment))
-                    worker.machine.renew(self.requests)
+                    worker.machine.renew(dict.fromkeys(self.requests, 0))
                 case r.ConfirmEpoch(shard, session):
                     self.links[shard, session].check()
                 case r.Close(shard, session):

@@ -13,7 +13,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one only since Python 3.11
 from typing import Any, Protocol, TypeVar
@@ -40,7 +40,7 @@ from tensorhub_plugins.core.security import curve
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transfer.unreached import Unreached
-from tensorhub_plugins.core.types import printable
+from tensorhub_plugins.core.types import NOTHING, Came, printable
 
 log = logging.getLogger("tensorhub.client")
 SaidT = TypeVar("SaidT", messages.Hello, session.Request)
@@ -218,14 +218,16 @@ class HubLink:
         lost: bool = False,
         corrupt: tuple[int, ...] = (),
         refused: bool = False,
+        came: Came = NOTHING,
     ) -> None:
         """Notify the hub that nothing more is read under this grant, or that no caller waits for the answer of this
         request any more. Return at once; it is sent again until the hub knows.
 
         shard: None for all of them. lost: the source failed, so that the hub stops offering it to others. corrupt:
-        segments that it has sent with other bytes than were published. refused: its address refuses connections.
+        segments that it has sent with other bytes than were published. refused: its address refuses connections. came:
+        what was read from it.
         """
-        ended = session.EndLease(request, shard, lost, corrupt, refused)
+        ended = session.EndLease(request, shard, lost, corrupt, refused, came)
         with self._lock:
             if self._closing:
                 return
@@ -234,11 +236,11 @@ class HubLink:
             self._carry_out(self._machine.handle(ended, time.monotonic()))
         self._wake()
 
-    def renew(self, requests: Iterable[int]) -> None:
-        """Report progress under these grants."""
+    def renew(self, came: Mapping[int, int]) -> None:
+        """Report progress under these grants: how many bytes have come."""
         work.done()
         with self._lock:
-            self._machine.renew(requests)
+            self._machine.renew(came)
 
     def leave(self) -> None:
         """Notify the hub that what we hold is about to go. Return at once."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -51,9 +52,9 @@ class ReplicateReport:
 
     size_bytes: of all that is published. seconds by phase: "find" (until sources were granted), "read" (until all was
     verified). sources: "replica/shard" -> bytes that were read from it, fewer where not all was wanted. transports:
-    name -> bytes. losses: the sources that failed on the way, and why. wire_size_bytes: what was sent for these bytes;
-    delta_size_bytes: as many of them came as deltas. What was in place already is in none of these. reads: source ->
-    seconds until its last byte had come, and for how many of these it had not got the bytes itself.
+    name -> bytes; ways: "same_host shm" -> bytes. losses: the sources that failed on the way, and why. wire_size_bytes:
+    what was sent for these bytes; delta_size_bytes: as many of them came as deltas. What was in place is in none of
+    these. reads: source -> seconds until its last byte had come, and for how many of these it had not got it itself.
     """
 
     version: int
@@ -68,6 +69,7 @@ class ReplicateReport:
     wire_size_bytes: int = 0
     delta_size_bytes: int = 0
     reads: dict[str, tuple[float, float]] = field(default_factory=dict)
+    ways: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, outcome: Outcome) -> ReplicateReport:
@@ -78,13 +80,14 @@ class ReplicateReport:
             outcome.size_bytes,
             outcome.seconds,
             dict(outcome.sources),
-            dict(outcome.transports),
+            _by_transport(outcome.ways),
             outcome.losses,
             {shard: manifest.root().hex() for shard, manifest in outcome.manifests.items()},
             {shard: manifest.digest_algorithm for shard, manifest in outcome.manifests.items()},
             outcome.wire_size_bytes,
             outcome.delta_size_bytes,
             outcome.reads,
+            dict(outcome.ways),
         )
 
 
@@ -181,6 +184,14 @@ class Fetched(OfThisProcess):
             for manifest in self.manifests.values():
                 manifest.tensors.forget_specs()
         self._release, self.slabs = None, {}
+
+
+def _by_transport(ways: Mapping[str, int]) -> dict[str, int]:
+    """Return how many bytes came over each transport, wherever from."""
+    found = Counter[str]()
+    for way, size_bytes in ways.items():
+        found[way.partition(" ")[2]] += size_bytes
+    return dict(found)
 
 
 def _text(shard: int) -> str:

@@ -19,7 +19,7 @@ An expired request has no effect later
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -29,7 +29,7 @@ from typing_extensions import assert_never
 from tensorhub_plugins.core.deadline import bounded, remaining_s
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.security.leases import Gate
-from tensorhub_plugins.core.types import ShardKey
+from tensorhub_plugins.core.types import NOTHING, Came, ShardKey
 
 HELLO_EVERY_S = 0.5
 HUB_QUIET_S = 2.0  # two heartbeats without an answer: a request that has none has not reached it
@@ -60,6 +60,7 @@ class EndLease(msgspec.Struct, frozen=True):
     lost: bool = False
     corrupt: tuple[int, ...] = ()
     refused: bool = False
+    came: Came = NOTHING
 
 
 class Heard(msgspec.Struct, frozen=True):
@@ -240,11 +241,12 @@ class Session:
                 assert_never(event)
         return self._effects
 
-    def renew(self, requests: Iterable[int]) -> None:
-        """Count progress of the reads under the leases of these requests, for the next heartbeat."""
-        for request_id in requests:
-            if request_id in self.leases:
-                self.leases[request_id].progress += 1
+    def renew(self, came: Mapping[int, int]) -> None:
+        """Note how many bytes have come under the lease of each request, for the next heartbeat; that none have is
+        progress, too."""
+        for request_id in came.keys() & self.leases.keys():
+            lease = self.leases[request_id]
+            lease.progress = max(lease.progress + 1, came[request_id])
 
     def leave(self, now: float) -> None:
         """Note that what we hold is about to go: the hub is notified with the next Tick."""
@@ -330,7 +332,7 @@ class Session:
             if shard is None or not lease.sources:
                 del self.leases[request_id]
         if self._welcomed:
-            self._send(m.Release(request_id, shard, ended.lost, ended.corrupt, ended.refused))
+            self._send(m.Release(request_id, shard, ended.lost, ended.corrupt, ended.refused, ended.came))
 
     def _hear(self, message: m.HubMessage, now: float) -> None:
         self.heard_at = now

@@ -68,7 +68,7 @@ from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.hub.state import Claim, History, Lease, Pending, Room, Timed, Waiting, Worker, items_of
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, Role, ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, WAYS, Role, ShardKey
 
 __all__ = ["Effect", "Event", "Hub", "Log", "Received", "Send", "Tick"]
 
@@ -595,6 +595,10 @@ class Hub:
             return
         if shard is not None and release.corrupt:
             self._publishing.doubt(lease, shard, release.corrupt, now)
+        way, size_bytes, wire_size_bytes = release.came
+        if shard in lease.sources and way in WAYS:
+            worker.history.read_bytes[way] += size_bytes
+            worker.history.wire_bytes += wire_size_bytes
         for each in list(lease.sources) if shard is None else [shard]:
             source = self.registry.workers.get(lease.sources.get(each, b""))
             if release.lost and source is not None:

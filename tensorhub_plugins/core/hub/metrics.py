@@ -129,6 +129,7 @@ OF_MODELS: tuple[tuple[str, Kind, str, Callable[[_Tally], float]], ...] = (
         "segments that arrived with other bytes than were published",
         lambda m: m.history.corrupt_segments,
     ),
+    ("wire_bytes_total", "counter", "bytes that were sent for what was read", lambda m: m.history.wire_bytes),
 )
 
 
@@ -139,6 +140,12 @@ def metrics(registry: Registry, now: float) -> Iterator[Metric]:
     for name, kind, text, value in OF_MODELS:
         values = [(_labels(tally.history), float(value(tally))) for tally in tallies]
         yield Metric(f"tensorhub_{name}", kind, text, values)
+    read = [
+        ((*_labels(tally.history), ("distance", way.split()[0]), ("transport", way.split()[1])), float(size_bytes))
+        for tally in tallies
+        for way, size_bytes in sorted(tally.history.read_bytes.items())
+    ]
+    yield Metric("tensorhub_read_bytes_total", "counter", "bytes that workers have read, when the read has ended", read)
     of_hub = (
         ("hub_up_seconds", "seconds since the hub has started", now - registry.started),
         ("hub_sessions", "workers, followers and commands that are connected", len(registry.workers)),

@@ -93,7 +93,7 @@ class Registry:
 
     def __init__(self, session: bytes, now: float, limits: HubLimits) -> None:
         self.session = session
-        self.started = now
+        self.started, self.was_restarted = now, False  # while workers were connected to the one before
         self.limits = limits
         self.workers: dict[bytes, Worker] = {}
         self.histories: dict[tuple[str, str], History] = {}
@@ -209,6 +209,7 @@ class Registry:
     def add_worker(self, worker: Worker) -> None:
         """Add the worker of a session that has sent its Hello."""
         session, hello, history = worker.session, worker.hello, worker.history
+        self.was_restarted |= hello.welcomed not in (b"", self.session)
         for other in history.replicas.get(hello.replica, {}).values():
             if other.hello.shard == hello.shard and worker.is_zombie and not other.is_zombie:
                 worker.is_replaced = True  # it was only away
@@ -405,8 +406,8 @@ class Registry:
         """Take the progress of its reads, by request: a lease whose read has advanced is not idle."""
         for request_id in progress.keys() & worker.leases.keys():
             bound = worker.lease_bounds.get(request_id)
-            if bound is not None and progress[request_id] > bound.progress:
-                bound.progress, bound.progress_at = progress[request_id], now
+            if bound is not None:
+                bound.renew(progress[request_id], now)
 
     def record_used(self, source: Worker, served: Iterable[str], now: float) -> list[Lease]:
         """Take a source's report of which leases on it were used; return those that kept a slot there unused for too

@@ -40,6 +40,7 @@ def report(registry: Registry, now: float, size_bytes_max: int = ANSWER_SIZE_BYT
     return {
         "hub": registry.session.hex(),
         "up_s": round(now - registry.started, 3),
+        "was_restarted": registry.was_restarted,
         "models": models,
         "left_out": len(histories) - len(models),
     }
@@ -83,6 +84,8 @@ def _model(registry: Registry, history: History, now: float, room: Room) -> dict
         "withdrawn": list(history.directive.withdrawn),
         "attempt": history.directive.attempts[-1].number if history.directive.attempts else 0,
         "corrupt_segments": history.corrupt_segments,
+        "read_bytes": dict(history.read_bytes),
+        "wire_bytes": history.wire_bytes,
         "versions": versions,
         "workers": _some(room, workers, lambda worker: _worker(registry, worker, now, shut.get(worker.session, []))),
         "leases": _some(room, leases, lambda lease: _lease(registry, lease, now)),
@@ -155,12 +158,16 @@ def _worker(registry: Registry, worker: Worker, now: float, shut: list[str]) -> 
 
 def _lease(registry: Registry, lease: Lease, now: float) -> dict[str, object]:
     workers = registry.workers
+    bound = lease.reader.lease_bounds.get(lease.request_id)
+    is_told = bound is not None and now - bound.progress_at < standing.SILENT_HEARTBEATS * registry.limits.heartbeat_s
     sources = {str(shard): workers[s].name if s in workers else "unknown" for shard, s in lease.sources.items()}
     return {
         "reader": lease.reader.name,
         **_number(lease.version),
         "layout": lease.layout,
         "sources": sources,
+        "read_bytes": 0 if bound is None else bound.progress,
+        "bytes_per_s": round(bound.bytes_per_s) if bound is not None and is_told else 0,
         "seconds_left": round(lease.deadline - now, 3),
     }
 

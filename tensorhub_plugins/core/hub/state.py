@@ -113,7 +113,15 @@ class Bound:
 
     until: float
     progress_at: float
-    progress: int = 0  # as its reader counts it
+    progress: int = 0  # bytes, as its reader counts them
+    bytes_per_s: float = 0.0  # between the last two heartbeats
+
+    def renew(self, progress: int, now: float) -> None:
+        """Take a new count. The first one is no rate: the hub may have been started in the middle of the read."""
+        if progress > self.progress:
+            if self.progress and now > self.progress_at:
+                self.bytes_per_s = (progress - self.progress) / (now - self.progress_at)
+            self.progress, self.progress_at = progress, now
 
 
 @dataclass(eq=False, slots=True)
@@ -366,6 +374,8 @@ class History:
     shown: dict[int, float] = field(default_factory=dict)  # the newest ever visible, sorted -> since when
     lost: dict[str, float] = field(default_factory=dict)  # names of workers that were declared dead -> when
     corrupt_segments: int = 0  # that readers got, from workers that may have left since
+    read_bytes: Counter[str] = field(default_factory=Counter)  # by way, of reads that have ended
+    wire_bytes: int = 0  # sent for them
     directive: m.Directive = m.NO_DIRECTIVE
     withdrawn: frozenset[int] = frozenset()  # its versions
     begun_by: frozenset[tuple[bytes, int]] = frozenset()  # requests that have begun the newest attempt here

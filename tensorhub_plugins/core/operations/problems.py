@@ -16,6 +16,7 @@ from tensorhub_plugins.core.types import version_label
 LATE_S = 60.0
 PACE_TIMES = 5  # as long as the last ones a trainer's next version may take
 CONNECTIONS_FEW = 256  # that a hub can still accept
+RESTARTED_S = 600.0  # for so long a restart is shown
 NAMES_MAX = 3  # of workers in one line
 HUB = "the hub"
 
@@ -37,6 +38,9 @@ def find(report: Report, *, hub: str = "", late_s: float = LATE_S) -> list[Probl
     if (room := report.get("connections_left", CONNECTIONS_FEW)) < CONNECTIONS_FEW:
         what = f"room for {room} more connections"
         problems.append(Problem(HUB, "connections", what, "raise the hub's limit of open files (ulimit -Hn)"))
+    if report.get("was_restarted") and report["up_s"] < RESTARTED_S:
+        what = f"it was started again {ago(report['up_s'])} ago, while workers were connected; they are again"
+        problems.append(Problem(HUB, "restarted", what, "the end of the log before says why it ended"))
     return problems
 
 
@@ -95,11 +99,23 @@ def _followers(model: Report, hub: str, late_s: float) -> Found:
         behind = [worker["follows"] for worker in late]
         steps, seconds = max(each["lag_steps"] for each in behind), max(each["behind_s"] for each in behind)
         causes = [f"; it says: {worker['fails']}" for worker in late if worker.get("fails")][:1]
+        to_do = "see the log of that engine, or `tensorhub fleet list`"
+        for lease in _reads_of(late, model)[:1]:
+            causes.append(
+                f"; {lease['reader']} reads from {', '.join(set(lease['sources'].values()))}{rate_text(lease)}"
+            )
+            to_do = f"if that is slow for this link, `tensorhub bench` measures it; else {to_do}"
         what = (
             f"{len(late)} of {len(followers)} followers install nothing newer: {_names(late)}, up to {steps} steps "
             f"behind, for {ago(seconds)}{''.join(causes)}"
         )
-        yield "late", what, "see the log of that engine, or `tensorhub fleet list`"
+        yield "late", what, to_do
+
+
+def _reads_of(followers: Sequence[Report], model: Report) -> list[Report]:
+    """Return the reads of these followers. An engine follows under its replica's name and "-follow"."""
+    replicas = {worker["worker"].partition("/")[0].removesuffix("-follow") for worker in followers}
+    return [lease for lease in model["leases"] if lease["reader"].partition("/")[0] in replicas]
 
 
 def _workers(model: Report, hub: str, late_s: float) -> Found:
@@ -139,6 +155,11 @@ def command(name: str, model: Report, hub: str, version: str = "") -> str:
     """Return a command that a shell takes as it is, whatever the run's name."""
     words = ["tensorhub", name, *([version] if version else []), f"--run={model['run']}", f"--model={model['model']}"]
     return f"`{shlex.join([*words, '--hub', hub] if hub else words)}`"
+
+
+def rate_text(lease: Report) -> str:
+    """Return at what rate a lease reads: " at 812 MB/s"; "": that is not known, or nothing comes."""
+    return f" at {rate / 1e6:.3g} MB/s" if (rate := lease.get("bytes_per_s", 0)) >= 1000 else ""
 
 
 def ago(seconds: float) -> str:

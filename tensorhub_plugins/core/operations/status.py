@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -13,7 +13,7 @@ from tensorhub_plugins.core.client.connection import end_context
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError
 from tensorhub_plugins.core.operations import problems as wrong
-from tensorhub_plugins.core.operations.problems import Problem, ago
+from tensorhub_plugins.core.operations.problems import Problem, ago, rate_text
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import (
     check_route,
@@ -145,12 +145,17 @@ def follows_text(follows: dict[str, Any]) -> str:
     return f"{version} ({steps} step{'s' * (steps > 1)} behind, for {ago(behind_s)})" if steps else version
 
 
+def at(report: Mapping[str, Any]) -> str:
+    """Return where the hub was asked, for a headline."""
+    return f" at {report['address']}" if "address" in report else ""
+
+
 def status_text(report: dict[str, Any], problems: Sequence[Problem] | None = None) -> str:
     """Return the report as text for users, what is wrong first. problems: what was found in it; None: look."""
     report = escaped(report)
     found = wrong.find(report) if problems is None else [Problem(*map(printable, each)) for each in problems]
     state = "" if found else ", nothing is wrong" if report["models"] else ", nobody is connected"
-    lines = [f"hub {report['hub'][:8]}, up {ago(report['up_s'])}, {len(report['models'])} models{state}"]
+    lines = [f"hub {report['hub'][:8]}{at(report)}, up {ago(report['up_s'])}, {len(report['models'])} models{state}"]
     for problem in found:
         lines += [f"! {problem.of}: {problem.what}", *([f"    {problem.to_do}"] if problem.to_do else [])]
     for model in report["models"]:
@@ -178,11 +183,14 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
         lines.append(f"  version {version_label(version['version'])} ({state})")
         lines += [f"    {layout}: {', '.join(workers)}" for layout, workers in version["layouts"].items()]
     lines += [line for worker in model["workers"] for line in _worker_lines(worker)]
+    if read := model.get("read_bytes"):
+        by_way = ", ".join(f"{way} {size / 1e6:.1f} MB" for way, size in sorted(read.items()))
+        lines.append(f"  read so far: {by_way}; {model['wire_bytes'] / 1e6:.1f} MB on the wire")
     for lease in model["leases"]:
         sources = ", ".join(sorted(set(lease["sources"].values())))
         lines.append(
             f"  lease: {lease['reader']} reads version {version_label(lease['version'])} {lease['layout']} "
-            f"from {sources}, {lease['seconds_left']:.0f} s left"
+            f"from {sources}{rate_text(lease)}, {lease['seconds_left']:.0f} s left"
         )
     if model.get("left_out"):
         lines.append(f"  and {model['left_out']} more entries, for which there is no room")

@@ -7,12 +7,13 @@ problem first. `frame` decides, `plain` and `watch` show it.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tensorhub_plugins.core.errors import HubUnreachable
-from tensorhub_plugins.core.operations.problems import Problem, ago
-from tensorhub_plugins.core.operations.status import escaped
+from tensorhub_plugins.core.operations.problems import Problem, ago, rate_text
+from tensorhub_plugins.core.operations.status import at, escaped
 from tensorhub_plugins.core.types import version_label
 
 Report = Mapping[str, Any]
@@ -40,7 +41,7 @@ def frame(report: Report, problems: Sequence[Problem]) -> Frame:
     """Return what is to be shown of a report."""
     report = escaped(report)
     count = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "nothing is wrong"
-    headline = f"hub {report['hub'][:8]}, up {ago(report['up_s'])}: {count}"
+    headline = f"hub {report['hub'][:8]}{at(report)}, up {ago(report['up_s'])}: {count}"
     return Frame(headline, [Problem(*escaped(list(each))) for each in problems], [*map(_model, report["models"])])
 
 
@@ -49,11 +50,15 @@ def _model(model: Report) -> Model:
     newest = version_label(model["newest"]) if model["newest"] else "none"
     counts = f"{len(model['workers'])} workers, {len(model['leases'])} transfers"
     headline = f"{model['run']}/{model['model']}: newest {newest}{age}, {counts}"
-    reads: dict[str, set[str]] = {}
+    reads, rates = dict[str, set[str]](), Counter[str]()
     for lease in model["leases"]:
         reads.setdefault(lease["reader"], set()).update(lease["sources"].values())
+        rates[lease["reader"]] += lease.get("bytes_per_s", 0)
     workers = sorted(((each, _state(each)) for each in model["workers"]), key=_order)
-    cells = [_cells(worker, sorted(reads.get(worker["worker"], ())), state) for worker, state in workers]
+    sources = {
+        name: f"{' '.join(sorted(names))}{rate_text({'bytes_per_s': rates[name]})}" for name, names in reads.items()
+    }
+    cells = [_cells(worker, sources.get(worker["worker"], ""), state) for worker, state in workers]
     return Model(headline, cells, [bool(state) for _, state in workers])
 
 
@@ -75,14 +80,14 @@ def _state(worker: Report) -> str:
     return " ".join(word for word, is_so in words.items() if is_so)
 
 
-def _cells(worker: Report, sources: Sequence[str], state: str) -> tuple[str, ...]:
+def _cells(worker: Report, sources: str, state: str) -> tuple[str, ...]:
     follows, held = worker.get("follows"), [version_label(number) for number in worker["holds"][-VERSIONS_MAX:]]
     runs = lag = ""
     if follows:
         runs = version_label(follows["version"]) if follows["version"] else "none"
         lag = f"{follows['lag_steps']}, {ago(follows['behind_s'])}" if follows["lag_steps"] else "0"
     size = f"{worker['bytes_held'] / 1e6:.0f}" if worker["bytes_held"] else ""
-    return worker["worker"], worker["location"]["host"], runs, lag, " ".join(held), size, " ".join(sources), state
+    return worker["worker"], worker["location"]["host"], runs, lag, " ".join(held), size, sources, state
 
 
 def plain(shown: Frame) -> str:

@@ -239,8 +239,8 @@ class Heartbeat(_Message, frozen=True):
 
     hub: the session of the hub that has welcomed it last. leases: under which it reads, request -> number of shards; it
     reads under no others. holdings_checksum: 0 while what it holds is changing. directive_checksum: of the directive
-    that it knows; 0: it is older than those. progress: how far the read under each lease has advanced; without any for
-    too long it loses the lease. room_bytes: free for copies that the hub may ask it to hold (`Alive.hold`); 0: none.
+    that it knows; 0: it is older than those. progress: the bytes that have come under each lease; without any for too
+    long it loses the lease. room_bytes: free for copies that the hub may ask it to hold (`Alive.hold`); 0: none.
     leaving: what it holds is about to go. served: leases on it (`Claim.reader`) used since the last heartbeat.
     """
 
@@ -317,9 +317,8 @@ class Acquire(_Message, frozen=True):
 
 class Release(_Message, frozen=True):
     """The lease of an Acquire ends, whole (shard None) or for one shard. lost: the source has failed.
-
     corrupt: segments of that shard which the source has sent with other bytes than were published. refused: the
-    source's address refuses connections.
+    source's address refuses connections. came: what was read of that shard.
     """
 
     request_id: Count
@@ -327,6 +326,7 @@ class Release(_Message, frozen=True):
     lost: bool = False
     corrupt: Annotated[tuple[Count, ...], msgspec.Meta(max_length=CORRUPT_MAX)] = ()
     refused: bool = False
+    came: tuple[Word, Count, Count] = ("", 0, 0)
 
 
 class Abandon(_Message, frozen=True):

@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader, Target
 from tensorhub_plugins.core.transfer.unreached import Unreached
 from tensorhub_plugins.core.transports import Bases, Transport
-from tensorhub_plugins.core.types import ShardKey, printable
+from tensorhub_plugins.core.types import NOTHING, Came, ShardKey, printable
 
 log = logging.getLogger("tensorhub.client")
 
@@ -57,12 +57,14 @@ class Hub(Protocol):
         lost: bool = False,
         corrupt: tuple[int, ...] = (),
         refused: bool = False,
+        came: Came = NOTHING,
     ) -> None:
         """End the lease of an Acquire, whole (shard None) or for one shard. lost: the source has failed. corrupt:
-        segments of that shard sent with other bytes than were published. refused: its address refuses connections."""
+        segments of that shard sent with other bytes than were published. refused: its address refuses connections.
+        came: what was read of that shard."""
 
-    def renew(self, requests: Iterable[int]) -> None:
-        """Report progress under the leases of these Acquires."""
+    def renew(self, came: Mapping[int, int]) -> None:
+        """Report progress under the leases of these Acquires: the bytes that have come."""
 
 
 class Destinations(Protocol):
@@ -99,9 +101,9 @@ class Destinations(Protocol):
 class Outcome:
     """The result of a finished transfer. seconds: "find" (until sources were granted), "read" (until all was verified).
 
-    manifests: by source shard. sources: "replica/shard" -> bytes. transports: name -> bytes. wire_size_bytes: what was
-    sent for these. delta_size_bytes: of those that came by a delta. reads: "replica/shard" -> seconds until its last
-    byte had come, and for how many of these it had not got the bytes itself.
+    manifests: by source shard. sources: "replica/shard" -> bytes. ways: "same_host shm" -> bytes. wire_size_bytes: what
+    was sent for these. delta_size_bytes: of those that came by a delta. reads: "replica/shard" -> seconds until its
+    last byte had come, and for how many of these it had not got the bytes itself.
     """
 
     version: int
@@ -112,7 +114,7 @@ class Outcome:
     size_bytes: int
     seconds: dict[str, float]
     sources: Counter[str] = field(default_factory=Counter)
-    transports: Counter[str] = field(default_factory=Counter)
+    ways: Counter[str] = field(default_factory=Counter)
     losses: tuple[str, ...] = ()
     wire_size_bytes: int = 0
     delta_size_bytes: int = 0
@@ -142,7 +144,7 @@ class Transfer:
         self._left: list[SourceReader] = []  # closed, and perhaps still writing
         self._targets: dict[int, Target] = {}
         self._granted_at: float | None = None
-        self._leases: set[int] = set()  # requests whose lease may still be open
+        self._leases = Counter[int]()  # requests whose lease may still be open -> bytes that have come
         self.claimed: ShardKey | None = None  # also by an answer that came after the transfer had ended
         self._look_at, self._stalls_at = 0.0, float("inf")  # when readers are checked next; when the first one stalls
         self._ended, self._come = False, 0  # the bytes that had come at the last check
@@ -254,12 +256,12 @@ class Transfer:
                 self._ask(acquire)
             case events.Restart(layout):
                 self._restart(layout)
-            case events.Open(key, grant, _):
+            case events.Open(key, grant, request_id):
                 self._granted_at = self._granted_at or time.monotonic()
                 self._destinations.announce_read(key)
                 deltas = self._destinations.takes_deltas
                 reader = SourceReader(key, grant, self._transports, self._machine, self._events, deltas=deltas)
-                self._readers[key.shard, grant.session] = reader
+                self._readers[key.shard, grant.session], reader.request_id = reader, request_id
                 reader.start()
             case events.Prepare(key, manifest, lender):
                 self._next.append(self._prepare(key, manifest, lender))
@@ -271,10 +273,10 @@ class Transfer:
                 reader = self._readers[shard, session]
                 start, stop = self._targets[shard].manifest.segment_range(segment)
                 self._bytes_from[reader.grant.worker] += stop - start
-                self._bytes_by[reader.transport] += stop - start
-                delta_size_bytes = reader.deltas.get(segment)
-                self._wire += stop - start if delta_size_bytes is None else delta_size_bytes
-                self._by_delta += 0 if delta_size_bytes is None else stop - start
+                self._bytes_by[reader.way] += stop - start
+                self._leases[reader.request_id] += stop - start
+                self._wire += reader.count(segment, stop - start)
+                self._by_delta += stop - start if segment in reader.deltas else 0
                 self._destinations.verified(shard, segment)
             case events.ConfirmEpoch(shard, session):
                 self._readers[shard, session].confirm_epoch()
@@ -283,15 +285,21 @@ class Transfer:
                 reader.close()
                 self._left.append(reader)
             case events.EndLease(request_id, shard, lost, corrupt, refused):
-                self._hub.end_lease(request_id, shard, lost=lost, corrupt=corrupt, refused=refused)
+                came = self._closed_with(request_id, shard)
+                self._hub.end_lease(request_id, shard, lost=lost, corrupt=corrupt, refused=refused, came=came)
                 if shard is None:
-                    self._leases.discard(request_id)
+                    self._leases.pop(request_id, None)
             case events.Complete():
                 self._ended = True
             case events.GiveUp(error):
                 self._ended, self._error = True, error
             case _:
                 assert_never(effect)
+
+    def _closed_with(self, request_id: int, shard: int | None) -> Came:
+        """Return what was read by the reader that was closed last, if it is the one of this request and shard."""
+        last = self._left[-1] if self._left else None
+        return NOTHING if last is None or (last.request_id, last.shard) != (request_id, shard) else last.came
 
     def _prepare(self, key: ShardKey, manifest: Manifest, lender: bytes | None) -> events.Event:
         loan = None if lender is None else self._readers[key.shard, lender].take_loan()
@@ -313,7 +321,7 @@ class Transfer:
 
         def make(number: int) -> messages.Acquire:
             numbers.append(number)
-            self._leases.add(number)
+            self._leases[number] = 0
             return msgspec.structs.replace(acquire, request_id=number)
 
         def answered(future: Future[messages.Reply]) -> None:

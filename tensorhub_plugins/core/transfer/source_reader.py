@@ -34,7 +34,7 @@ from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transports import Bases, Link, More, NotServable, Transport, choices, nothing_in_common
 from tensorhub_plugins.core.transports.stream.channel import Disconnected
 from tensorhub_plugins.core.transports.ways import FASTER, WAYS
-from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
+from tensorhub_plugins.core.types import DISTANCES, FAR, HOST, NOTHING, ShardKey, distance
 
 WITHIN_A_HOST = ("cuda_ipc", "shm")
 # A source with several endpoints.
@@ -82,7 +82,8 @@ class SourceReader:
         self.key = key
         self.shard = key.shard
         self.grant = grant
-        self.transport = ""
+        self.transport, self.request_id = "", 0
+        self.came = NOTHING  # verified
         self._transports = transports
         self._machine = machine
         self._limits = machine.limits
@@ -126,6 +127,18 @@ class SourceReader:
         waiting_at = self._link.progress.waiting_at if self._link is not None else 0.0
         before, self._told_waiting_at = self._told_waiting_at, max(waiting_at, self._told_waiting_at)
         return waiting_at > before
+
+    @property
+    def way(self) -> str:
+        """Return how it is read: how far away the source is, and the transport."""
+        return f"{DISTANCES[self._away]} {self.transport}"
+
+    def count(self, segment: int, size_bytes: int) -> int:
+        """Count a segment that was verified; return how many bytes were sent for it."""
+        wire_size_bytes = self.deltas.get(segment, size_bytes)
+        _, before, wire_before = self.came
+        self.came = self.way, before + size_bytes, wire_before + wire_size_bytes
+        return wire_size_bytes
 
     @property
     def lives(self) -> bool:

@@ -45,6 +45,7 @@ from tensorhub_plugins.core import (
     work,
 )
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.vllm.names import WIRE
 
 logger = get_logger(__name__)
 
@@ -87,6 +88,7 @@ class LastUpdate:
     pull_s: float = 0.0  # beside generation
     pause_s: float = 0.0  # no request was served
     sources: dict[str, int] = field(default_factory=dict)  # "replica/shard" -> bytes, of all workers
+    ways: dict[str, int] = field(default_factory=dict)  # "same_host shm" -> bytes; WIRE: those that were sent for them
 
 
 class UpdateFailed(TensorHubError):
@@ -403,7 +405,7 @@ class Follower:
                 await self._go_on()
             if failed:
                 raise UpdateFailed(str(failed[0]["error"]), version=version, phase="install")
-            self.last_update = LastUpdate(self._pull_s, time.monotonic() - started, _sources(results))
+            self.last_update = LastUpdate(self._pull_s, time.monotonic() - started, *_read(results))
             self.updates.append(self.last_update)
             record(
                 "resume",
@@ -568,8 +570,11 @@ def bounded(version: int, until: int | None) -> int:
     return version if until is None else version_of(attempt_of(version), min(step_of(version), until))
 
 
-def _sources(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
+def _read(results: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return how many bytes the workers of an engine have read, by source and by way."""
+    sources, ways = Counter[str](), Counter[str]()
     for result in results:
-        total.update((result.get("report") or {}).get("sources", {}))
-    return dict(total)
+        report = result.get("report") or {}
+        sources.update(report.get("sources", {}))
+        ways.update({**report.get("ways", {}), WIRE: report.get("wire_size_bytes", 0)})
+    return dict(sources), dict(ways)

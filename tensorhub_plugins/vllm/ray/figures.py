@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from tensorhub_plugins.core import steps_behind, version_text
 from tensorhub_plugins.vllm.ray.members import Members
+
+WAYS: Mapping[str, Callable[[str], bool]] = {  # of the bytes of pulls, by the names of core's ways
+    "same_host": lambda way: way.startswith("same_host "),
+    "near": lambda way: way.startswith(("same_rack ", "same_data_center ")),
+    "far": lambda way: way.startswith("other_data_center "),
+    "rdma": lambda way: way.endswith(" rdma"),
+    "wire": lambda way: way == "wire",  # names.WIRE
+}
 
 
 class Serves(Protocol):
@@ -60,17 +69,22 @@ def why_stuck(refusals: Mapping[str, tuple[int, str]]) -> str:
 
 
 def of_updates(updates: Iterable[Mapping[str, Any]], trainer: str) -> dict[str, float]:
-    """Return the slowest pull and pause in seconds, and the share of all bytes that came from other replicas than the
-    trainer.
+    """Return the slowest pull and pause in seconds, the share of all bytes that came from other replicas than the
+    trainer, and how many bytes came from how far, and over RDMA, and were sent for all of them.
 
-    updates: of each replica, as its heartbeat says: pull_s, pause_s, sources (of the bytes it has read).
+    updates: of each replica, as its heartbeat says: pull_s, pause_s, sources and ways (of the bytes it has read).
     """
     given = list(updates)
     sources = [update.get("sources") or {} for update in given]
+    ways = sum((Counter(update.get("ways") or {}) for update in given), Counter[str]())
     total = sum(sum(each.values()) for each in sources)
     own = sum(size for each in sources for source, size in each.items() if source.startswith(f"{trainer}/"))
     return {
         "tensorhub/pull/seconds_max": max((update.get("pull_s", 0.0) for update in given), default=0.0),
         "tensorhub/pause/seconds_max": max((update.get("pause_s", 0.0) for update in given), default=0.0),
         "tensorhub/pull/share_from_peers": 1.0 - own / total if total else 0.0,
+        **{
+            f"tensorhub/pull/bytes_{name}": float(sum(ways[way] for way in filter(of, ways)))
+            for name, of in WAYS.items()
+        },
     }

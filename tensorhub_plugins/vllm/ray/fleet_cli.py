@@ -11,6 +11,7 @@ import time
 import ray
 
 from tensorhub_plugins.core import TensorHubError, UsageError, attempt_of, version_label
+from tensorhub_plugins.vllm.ray import hub, secret
 from tensorhub_plugins.vllm.ray.config import node_address
 from tensorhub_plugins.vllm.ray.fleet import Fleet, find, find_all
 from tensorhub_plugins.vllm.ray.fleet_types import Member, View
@@ -27,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
     match options.action:
         case "list":
             print(text(fleet.list()))
+            print(*_of_hub(fleet.job), sep="\n", end="")
         case "add" if options.url is not None:
             print(fleet.add_external(options.url))
         case "add":
@@ -40,6 +42,16 @@ def run(options: argparse.Namespace) -> int:
         case "target":
             print(fleet.target(_target(options.count)))
     return 0
+
+
+def _of_hub(job: str) -> list[str]:
+    """Return how to ask the hub that this job has started; nothing of one that was there before."""
+    named = secret.actor_name(job)
+    for found in ray.util.list_named_actors(all_namespaces=True):
+        if found["name"] == named:
+            actor = ray.get_actor(**found)
+            return [f"its hub, on the head node: {hub.command_of(actor, hub.address_of(actor))}", ""]
+    return []
 
 
 def _target(given: str) -> int | None:

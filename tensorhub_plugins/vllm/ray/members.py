@@ -59,6 +59,7 @@ class Heartbeat(TypedDict, total=False):
     pull_s: float  # what its last version has cost, see figures.py
     pause_s: float
     sources: Mapping[str, int]
+    ways: Mapping[str, int]
 
 
 @dataclass

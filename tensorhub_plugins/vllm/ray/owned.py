@@ -99,7 +99,7 @@ class OwnedEngine:
         last, silent_s = self.status.last, self.lifeline.silent_s()
         told = {"version": self.status.version, "refusal": self.status.refusal, "silent_s": silent_s}
         told["idle_s"] = time.monotonic() - work.last_at()
-        cost = {"pull_s": last.pull_s, "pause_s": last.pause_s, "sources": last.sources}
+        cost = {"pull_s": last.pull_s, "pause_s": last.pause_s, "sources": last.sources, "ways": last.ways}
         return cast(Heartbeat, {**told, **cost, "node": ray.get_runtime_context().get_node_id(), **own})
 
     async def spans(self, request: str, tokens: int) -> tuple[Span, ...]:

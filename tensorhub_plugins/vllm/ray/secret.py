@@ -23,9 +23,9 @@ def choose() -> Keys:
     return keys_from_environment() or _of_ray() or new_secret()
 
 
-def actor_name() -> str:
-    """Return the name by which all processes of the job find it."""
-    return f"tensorhub_hub_{ray.get_runtime_context().get_job_id()}"
+def actor_name(job: str | None = None) -> str:
+    """Return the name by which all processes of the job find it. job: Ray's id of it; None: this one."""
+    return f"tensorhub_hub_{ray.get_runtime_context().get_job_id() if job is None else job}"
 
 
 def learn() -> str | None:

@@ -528,10 +528,13 @@ def test_what_is_read_is_said_with_the_next_heartbeat():
     story = Story()
     number = story.acquire(SOURCE)
     (first,) = (x for x in story.tick(1.0) if isinstance(x, m.Heartbeat))
-    story.machine.renew([number, 77])
+    story.machine.renew({number: 0, 77: 0})  # its source waits
     (second,) = (x for x in story.tick(2.0) if isinstance(x, m.Heartbeat))
     (third,) = (x for x in story.tick(3.0) if isinstance(x, m.Heartbeat))
-    assert [beat.progress for beat in (first, second, third)] == [{number: 0}, {number: 1}, {number: 1}]
+    story.machine.renew({number: 5_000})
+    (fourth,) = (x for x in story.tick(4.0) if isinstance(x, m.Heartbeat))
+    said = [beat.progress for beat in (first, second, third, fourth)]
+    assert said == [{number: 0}, {number: 1}, {number: 1}, {number: 5_000}]
 
 
 # --- what operators decide ---

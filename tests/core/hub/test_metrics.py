@@ -15,7 +15,12 @@ from tensorhub_plugins.core import Client, HubLimits, UsageError, start_server
 from tensorhub_plugins.core.hub import server as hub_server
 from tensorhub_plugins.core.hub.exposition import UP, served
 from tensorhub_plugins.core.hub.metrics import OF_MODELS, metrics
+from tensorhub_plugins.core.hub.report import report
+from tensorhub_plugins.core.operations.status import status_text
+from tensorhub_plugins.core.operations.top import frame
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.transports import MODULES
+from tensorhub_plugins.core.types import TRANSPORTS, Location
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 
@@ -103,6 +108,59 @@ def test_a_version_that_only_its_trainer_has_shows(run: Scenario) -> None:
     assert figures(run)["newest_replicas"] == 2
 
 
+def reads(story: Scenario, beats: list[int]) -> int:
+    """A read of b/0, whose heartbeats say these numbers of bytes, a second apart. Return its request."""
+    request = story.acquire("b/0", 9)
+    for count in beats:
+        story.now += 1.0
+        session = story.hub.session
+        story.tell("b/0", m.Heartbeat(session, request, leases={request: 1}, progress={request: count}))
+    return request
+
+
+def test_the_names_of_ways_are_those_of_transports() -> None:
+    assert set(TRANSPORTS) == set(MODULES) - {"memory"}  # of a test
+
+
+def test_a_read_says_its_rate_while_bytes_come(run: Scenario) -> None:
+    run.tell("b/0", m.Bye())
+    run.join("b/0", location=Location(host="far"))
+    reads(run, [10**6, 3 * 10**6])
+    said = report(run.hub.registry, run.now)
+    (lease,) = said["models"][0]["leases"]
+    assert (lease["read_bytes"], lease["bytes_per_s"]) == (3 * 10**6, 2 * 10**6)
+    assert "from trainer/0 at 2 MB/s, " in status_text(said)
+    (row,) = [row for model in frame(said, []).models for row in model.rows if row[0] == "b/0"]
+    assert "trainer/0 at 2 MB/s" in row
+    run.now += 6.0  # none came, and no heartbeat
+    assert report(run.hub.registry, run.now)["models"][0]["leases"][0]["bytes_per_s"] == 0
+
+
+def test_the_first_count_that_a_hub_hears_is_no_rate(run: Scenario) -> None:
+    """It may have been started in the middle of a read."""
+    run.tell("b/0", m.Bye())
+    run.join("b/0")
+    reads(run, [10**12])
+    assert report(run.hub.registry, run.now)["models"][0]["leases"][0]["bytes_per_s"] == 0
+
+
+def test_bytes_count_once_by_their_way_when_the_read_ends(run: Scenario) -> None:
+    run.tell("b/0", m.Bye())
+    run.join("b/0")
+    request = reads(run, [7])
+    ended = m.Release(request, 0, came=("same_rack rdma", 100, 40))
+    for message in (ended, ended, m.Release(77, 0, came=("same_rack rdma", 9, 9))):
+        run.tell("b/0", message)
+    reads(run, [7])
+    run.tell("b/0", m.Release(run.requests["b/0"], 0, came=("same_host x", 5, 5)))  # no way that there is
+    found = {each.name: each.values for each in metrics(run.hub.registry, run.now)}
+    ((labels, size_bytes),) = found["tensorhub_read_bytes_total"]
+    assert (dict(labels)["distance"], dict(labels)["transport"], size_bytes) == ("same_rack", "rdma", 100)
+    assert figures(run)["wire_bytes_total"] == 40
+    said = report(run.hub.registry, run.now)
+    assert "read so far: same_rack rdma 0.0 MB; 0.0 MB on the wire" in status_text(said)
+
+
 def scrape(url: str) -> dict[str, float]:
     with urllib.request.urlopen(url, timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
@@ -117,7 +175,11 @@ def test_prometheus_reads_them() -> None:
         assert scrape(url)["tensorhub_hub_models"] == 0
         with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
             trainer.publish(3, {"w": torch.ones(4)})
+            with Client(hub.address, run="r", model="m", replica="rollout") as rollout:
+                read = rollout.fetch(3).report
+            assert read.ways == {"same_host shm": 16} and read.transports == {"shm": 16}
             found = scrape(url)
+            assert found["tensorhub_read_bytes_total"] == found["tensorhub_wire_bytes_total"] == 16
         assert (found["tensorhub_newest_step"], found["tensorhub_hub_answers"]) == (3, 1)
         assert found["tensorhub_corrupt_segments_total"] == 0 and found["process_resident_memory_bytes"] > 1e6
         assert found["tensorhub_hub_connections_left"] > 0
@@ -145,4 +207,4 @@ def test_the_page_has_all_of_them_and_no_other() -> None:
     hub = [f"tensorhub_hub_{name}" for name in ("up_seconds", "sessions", "models", "connections_left")]
     page = PAGE.read_text().partition("\n## Of a `vllm serve`")[0]  # whose figures are the adapter's
     told = set(re.findall(r"^\| `(tensorhub_\w+)` \|", page, flags=re.MULTILINE))
-    assert told == {*(f"tensorhub_{name}" for name, *_ in OF_MODELS), *hub, UP[0]}
+    assert told == {*(f"tensorhub_{name}" for name, *_ in OF_MODELS), "tensorhub_read_bytes_total", *hub, UP[0]}

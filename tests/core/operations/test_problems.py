@@ -156,6 +156,30 @@ def test_sources_that_send_other_bytes_or_are_not_reached(run: Scenario) -> None
     assert "a/0" in found(run)["unreached"].what
 
 
+def test_followers_that_are_late_as_their_link_is_slow(run: Scenario) -> None:
+    run.publish("trainer/0", 10)
+    request = run.acquire("b/0", 10)
+    for count in (0, 10**6, 3 * 10**6, *range(4 * 10**6, 68 * 10**6, 10**6)):
+        run.now += 1.0
+        beat = m.Heartbeat(run.hub.session, request, leases={request: 1}, progress={request: count})
+        run.tell("b/0", beat)
+        run.tell("a/0", m.Heartbeat(run.hub.session, run.requests["a/0"]))
+        run.tell("trainer/0", m.Heartbeat(run.hub.session, run.requests["trainer/0"]))
+    late = found(run)["late"]
+    assert "b/0 reads from trainer/0 at 1 MB/s" in late.what and "tensorhub bench" in late.to_do
+
+
+def test_a_hub_that_was_started_again_under_a_run_says_so_for_a_while(run: Scenario) -> None:
+    assert "restarted" not in found(run)  # of its first workers
+    story = Scenario()
+    story.join("a/0", welcomed=story.hub.session)
+    assert "restarted" not in found(story)
+    story.join("b/0", welcomed=b"x" * 16)
+    assert found(story)["restarted"].what.startswith("it was started again 4 s ago")
+    story.wait(600.0)
+    assert "restarted" not in found(story)
+
+
 def test_a_hub_that_is_full_and_a_report_of_an_older_one() -> None:
     (full,) = problems.find({"models": [], "connections_left": 3})
     assert full.what == "room for 3 more connections"
