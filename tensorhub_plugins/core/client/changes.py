@@ -132,6 +132,8 @@ class Changes:
             old = self._offered.get(slab.runs)
         if old is None or old.tensors != slab.specs:
             return False
+        if any(is_alike(offer.manifest, old) for offer in self._offers()):
+            return False  # it is newer: deltas that start from it are smaller, and can be made later
         try:
             new = Slab.adopt(tensors, deadline=deadline)
         except UsageError:

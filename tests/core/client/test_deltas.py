@@ -582,3 +582,21 @@ def test_a_source_that_dies_in_the_middle_of_its_deltas_costs_what_was_on_its_wa
     fetched = follow(peer, 2, layouts=(RUNTIME,))
     assert equal(fetched.tensors(), v2) and len(fetched.report.losses) == 1
     assert fetched.report.delta_size_bytes == sum(fetched.report.sources.values()) and len(fetched.report.sources) == 2
+
+
+def test_no_delta_starts_from_an_older_version_than_the_one_that_is_still_here(stage, as_on_a_link):
+    """The memory that is overwritten has the last but one; a delta from that would be taken for being there."""
+    trainer, reader = converter_and_peer(stage)
+    for version, tensors in enumerate(versions(4), 1):
+        trainer.publish(version, tensors)
+        if version > 2:
+            assert not any(
+                made == trainer.find(ShardKey(version, CHECKPOINT)).manifest.digest(0) for _, made in kept(trainer)
+            )
+        follow(reader, version).release()
+        if version > 1:
+            trainer.unpublish(version - 1)
+
+
+def kept(client: Any) -> list[tuple[bytes, bytes]]:
+    return list(client.changes.deltas._kept)
