@@ -24,6 +24,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO, get_args
 
+from tensorhub_plugins.core import log, run_log
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
@@ -137,6 +138,8 @@ def _main(arguments: list[str]) -> int:
     )
     _add_secret(server)
     server.add_argument("--verbose", action="store_true", help="log every decision")
+    words = f"record its warnings in this folder, for `tensorhub timeline` (or {run_log.VARIABLE})"
+    server.add_argument("--events", metavar="FOLDER", help=words)
     _add_metrics(server)
     _add_limits(server)
     keygen = commands.add_parser("keygen", help="write a new secret for a hub and its workers, readable by you only")
@@ -370,11 +373,10 @@ def _add_limits(command: argparse.ArgumentParser) -> None:
 
 def serve(options: argparse.Namespace, limits: HubLimits) -> int:
     """Run a hub until SIGINT or SIGTERM."""
-    logging.basicConfig(
-        level=logging.DEBUG if options.verbose else logging.INFO,
-        format="%(asctime)s %(name)s %(levelname)s %(message)s",
-        handlers=[_Log(sys.stderr)],
-    )
+    shown = _Log(sys.stderr)
+    shown.setFormatter(log.formatter())
+    logging.basicConfig(level=logging.DEBUG if options.verbose else logging.INFO, handlers=[shown])
+    run_log.use(options.events)
     keys = _keys(options)
     if keys is None:
         whom = "all who reach it" if options.insecure else "this host only: `tensorhub keygen` makes a secret"

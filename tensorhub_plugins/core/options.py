@@ -49,6 +49,9 @@ class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     verify: bool = False  # record digests of every version on both sides (costs a pass over the bytes)
     memory_budget_bytes: int | None = None  # of each worker, for versions in host memory; None: half of its machine's
     over_budget: Literal["warn", "refuse"] = "warn"  # what to do about more, at the start and later
+    # A folder on each node, into which every process records what it does, for `tensorhub timeline`; None: as the
+    # environment's TENSORHUB_EVENTS says, which comes first.
+    events: str | None = None
 
     @property
     def source(self) -> Literal["host", "live"]:
@@ -184,7 +187,7 @@ def check_store(given: StoreOptions, *, where: str) -> None:
         raise UsageError(f"{where}: option memory_budget_bytes is {given.memory_budget_bytes}: give a number of bytes")
     if given.ports is not None:
         port_range(given.ports, f"{where}: option ports")
-    for name in ("model", "run", "transports", "interface"):
+    for name in ("model", "run", "transports", "interface", "events"):
         if getattr(given, name) in ("", ()):
             example = "name at least one, e.g. tcp" if name == "transports" else "give a value"
             raise UsageError(f"{where}: option {name} is empty: {example}, or leave it out")

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import TypeVar
 
+from tensorhub_plugins.core import log
 from tensorhub_plugins.core.errors import ResourceRefused, TensorHubError
 from tensorhub_plugins.core.machine import pids_max
 from tensorhub_plugins.core.process import limits_of, raise_files_max
@@ -160,7 +161,9 @@ def in_each_call(of: type[ClassT]) -> type[ClassT]:
 
 
 def begin_client() -> None:
-    """Raise limits, and try what is needed, before name look-ups, whose errors do not name what is lacking."""
+    """Raise limits, and try what is needed, before name look-ups, whose errors do not name what is lacking. Begin to
+    show log lines."""
+    log.begin()
     raise_files_max()
     try_for_zmq(threads=1)
 

@@ -1,8 +1,9 @@
-"""An optional log of what a run did: one JSON object a line, read by the demo's report and by benchmarks.
+"""An optional journal of what a run did: one JSON object a line, read by `tensorhub timeline`, demos and benchmarks.
 
-Switched on by the environment variable TENSORHUB_EVENTS, the path of a folder; every process appends to a
-file of its own in it. Unset (the default), `record` does nothing. Recording never fails a run: the first
-error is logged, and the log of that process ends there.
+Switched on by the environment variable TENSORHUB_EVENTS, the path of a folder, or by the option `events` of an entrance
+(`use`); every process appends to a file of its own in it. Unset (the default), `record` does nothing. A file that has
+grown to SIZE_MAX is kept as NAME.old.jsonl in the place of the one before: of a long run the end is there, in bounded
+space. Recording never fails a run: the first error is logged, and the journal of that process ends there.
 
 Every line holds `t` (Unix time at the END of what is reported, in seconds), `event` and `worker`. A duration
 is `seconds`, so the thing began at `t - seconds`. Workers are named `<replica>/<shard>`: "trainer/0",
@@ -35,6 +36,7 @@ request_given_back  OpenRLHF: an engine has to leave, and one of its prompts goe
 update_failed  an update of a replica ended in an error. version, error
 member         a member of the fleet has changed its state or version (vllm/ray/fleet_types.py).
                state, kind, version, node, why
+hub_warning    a hub has logged a warning: a worker that it declared dead, a source that sends other bytes. what
 target         the fleet's target number of replicas was changed. target, by ("people", or the policy's name)
 """
 
@@ -44,17 +46,33 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from tensorhub_plugins.core import log
+
 VARIABLE = "TENSORHUB_EVENTS"
+SPANS = ("publish", "fetch", "install", "resume")  # events that are spans where a program has OpenTelemetry
+NANOSECONDS = 10**9
+SIZE_MAX = 256 << 20  # bytes of a process's file, some million events; there are two
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _file: tuple[int, str, int] | None = None  # (pid, folder, file descriptor): a forked child opens its own
+_room = SIZE_MAX  # bytes that this file may still take
 _failed_pid = -1
+_fetched: dict[tuple[str, Any], Any] = {}  # by worker and version: OpenTelemetry's context of the span of its fetch
+
+
+def use(folder: str | None) -> None:
+    """Record events in this folder from now on, in this process and in those that it starts. None, or where the
+    environment names one: as it was. Log lines begin to be shown, too (log.py)."""
+    log.begin()
+    if folder is not None:
+        os.environ.setdefault(VARIABLE, folder)
 
 
 def record(event: str, *, worker: str = "", **fields: object) -> None:
@@ -64,18 +82,42 @@ def record(event: str, *, worker: str = "", **fields: object) -> None:
     """
     global _failed_pid
     folder = os.environ.get(VARIABLE)
-    if not folder or _failed_pid == os.getpid():
+    tracing = sys.modules.get("opentelemetry.trace") if event in SPANS else None
+    if tracing is None and (not folder or _failed_pid == os.getpid()):
         return
     line = {"t": round(time.time(), 6), "event": event, "worker": worker}
     line.update((name, value) for name, value in fields.items() if value is not None)
+    if tracing is not None:
+        _trace(tracing, line)
+    if not folder or _failed_pid == os.getpid():
+        return
     try:
-        data = json.dumps(line, default=str).encode() + b"\n"
-        # One write per line on a descriptor opened for appending: lines of several threads never interleave,
-        # and a process that is killed leaves whole lines behind.
-        os.write(_descriptor(folder), data)
+        _write(folder, json.dumps(line, default=str).encode() + b"\n")
     except Exception as error:  # a full disk must not end a training run
         _failed_pid = os.getpid()
         _log.warning("events are no longer recorded in %s: %s", folder, error)
+
+
+def _trace(tracing: Any, line: dict[str, Any]) -> None:
+    """Make a span of this event, for whatever this program has told OpenTelemetry to do with spans: a child of the span
+    that it is in, an install also of its fetch. tracing: the module opentelemetry.trace."""
+    try:
+        event, key = line["event"], (line["worker"], line.get("version"))
+        ended = round(line["t"] * NANOSECONDS)
+        about = {name: value for name, value in line.items() if name not in ("t", "event", "seconds")}
+        plain = {n: v if isinstance(v, (str, int, float)) else json.dumps(v, default=str) for n, v in about.items()}
+        span = tracing.get_tracer("tensorhub_plugins").start_span(
+            f"tensorhub.{event}",
+            _fetched.get(key) if event == "install" else None,
+            attributes={f"tensorhub.{name}": value for name, value in plain.items()},
+            start_time=ended - round(line.get("seconds", 0.0) * NANOSECONDS),
+        )
+        span.end(ended)
+        if event == "fetch":
+            _fetched.clear()  # of this process's only worker: earlier versions are installed by now
+            _fetched[key] = tracing.set_span_in_context(span)
+    except Exception as error:  # a program's own exporter, or an API of another release
+        _log.debug("no span of %s: %s", line["event"], error)
 
 
 def record_fetch(report: Any, *, worker: str, seconds: float) -> None:
@@ -112,14 +154,20 @@ def enabled() -> bool:
     return bool(os.environ.get(VARIABLE))
 
 
-def _descriptor(folder: str) -> int:
-    global _file
-    with _lock:
-        pid = os.getpid()
-        if _file is None or _file[:2] != (pid, folder):
+def _write(folder: str, data: bytes) -> None:
+    """Append it to this process's file in that folder; once that is full, to a new one."""
+    global _file, _room
+    with _lock:  # also while it is written: another thread would close the file
+        pid, name = os.getpid(), os.path.join(folder, f"{socket.gethostname()}-{os.getpid()}")
+        _room -= len(data)
+        if _file is None or _file[:2] != (pid, folder) or _room < 0:
             if _file is not None and _file[0] == pid:
                 os.close(_file[2])
+                if _file[1] == folder and os.path.exists(f"{name}.jsonl"):
+                    os.replace(f"{name}.jsonl", f"{name}.old.jsonl")
+            _file = None  # in case that the rest fails
             os.makedirs(folder, exist_ok=True)
-            path = os.path.join(folder, f"{socket.gethostname()}-{pid}.jsonl")
-            _file = (pid, folder, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
-        return _file[2]
+            opened = os.open(f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            _file, _room = (pid, folder, opened), SIZE_MAX - os.fstat(opened).st_size - len(data)
+        # One write per line: a process that is killed leaves whole lines behind.
+        os.write(_file[2], data)

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
-from tensorhub_plugins.core import UsageError, options
+from tensorhub_plugins.core import UsageError, options, run_log
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
 from tensorhub_plugins.vllm.model_size import model_of
@@ -88,6 +88,7 @@ def parse(backend: str) -> Options:
     if given.prompts_per_engine is not None:
         limits["prompts_per_engine"] = (1, 100_000)
     options.check_training(given, where=FLAG, limits=limits)
+    run_log.use(given.events)
     return given
 
 

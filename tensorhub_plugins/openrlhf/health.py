@@ -123,7 +123,7 @@ class Engines:
             return
         self._probes.pop(member.name)
         if self.table.heard(member.name, time.monotonic(), heartbeat):
-            logger.warning("%s answers again, at version %d", member.name, member.version)
+            logger.info("%s answers again, at version %d", member.name, member.version)
             record("replica_back", worker=member.called, version=member.version)
 
     def _fail(self, name: str, error: Exception, how: Failure = "unfit") -> None:

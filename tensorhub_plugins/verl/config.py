@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import omegaconf
 
-from tensorhub_plugins.core import UsageError, options
+from tensorhub_plugins.core import UsageError, options, run_log
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
@@ -59,6 +59,7 @@ def parse(given: Mapping[str, Any] | None) -> Options:
     if parsed.slices is not None:
         limits["slices"] = (1, 999)
     options.check_training(parsed, where=WHERE, limits=limits)
+    run_log.use(parsed.events)
     if parsed.dtype is not None and parsed.dtype not in DTYPES:
         raise UsageError(f"{WHERE}.dtype is {parsed.dtype!r}: choose one of {', '.join(DTYPES)}, or leave it out")
     return parsed

@@ -142,6 +142,7 @@ class TensorHubServer(vLLMHttpServer):
             "follows": self.follows,
             "stays": self._status.stays or not self.follows,
             "timeout_s": self.options.replica_timeout_s,
+            "events": self.options.events,
             # verl itself puts hybrid replicas to sleep.
             "engine_timeout_s": self.options.engine_timeout_s if self.follows else math.inf,
             "why": self._why_not(),

@@ -41,7 +41,7 @@ def ensure(options: Options) -> str:
     _owned[name] = actor
     _addresses[name] = address
     command = ray_hub.command_of(actor, address)
-    logger.warning("the hub of %s is at %s; on the head node: %s", run_name(options), address, command)
+    logger.info("the hub of %s is at %s; on the head node: %s", run_name(options), address, command)
     return address
 
 

@@ -21,7 +21,7 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
-from tensorhub_plugins.core import Deadline, TensorHubError, VersionRefused, record, version_text
+from tensorhub_plugins.core import Deadline, TensorHubError, VersionRefused, record, run_log, version_text
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import null_worker
 from tensorhub_plugins.verl.config import TRAINER
@@ -247,8 +247,9 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                     await asyncio.wait_for(self._hurry.wait(), HEARTBEAT_INTERVAL_S)
 
     def _heard(self, member: Member, answer: Heartbeat) -> None:
+        run_log.use(answer.get("events"))
         if self.members.heard(member.name, time.monotonic(), answer):
-            logger.warning("router: %s is back with version %s", member.called, version_text(member.version))
+            logger.info("router: %s is back with version %s", member.called, version_text(member.version))
             record("replica_back", worker=member.called, version=member.version)
         self._choose(member)
         if self.why_stuck():

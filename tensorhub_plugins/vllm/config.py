@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tensorhub_plugins.core import Client, UsageError, here, options
+from tensorhub_plugins.core import Client, UsageError, here, options, run_log
 from tensorhub_plugins.core.options import StoreOptions
 from tensorhub_plugins.vllm.names import NAME
 
@@ -53,6 +53,7 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
         """Raise UsageError saying which key is wrong."""
         parsed = options.convert(config, WorkerConfig, where=where)
         options.check_store(parsed, where=where)
+        run_log.use(parsed.events)
         if parsed.install == "direct" and parsed.serve_from == "host":
             raise UsageError('install="direct" keeps nothing in host memory: use serve_from="live"')
         return parsed

@@ -15,10 +15,11 @@ PACKAGE = ROOT / "tensorhub_plugins"
 
 # Of core. Later lines import earlier ones, never the other way round; rooms on one line do not know each other.
 LAYERS = [
-    {"errors", "log"},
+    {"errors"},
+    {"log"},
     {"libcuda", "capturing", "digests", "kernels"},
     {"drivers", "deltas"},
-    {"types", "run_log", "deadline", "process", "device", "machine", "work"},
+    {"types", "run_log", "progress", "deadline", "process", "device", "machine", "work"},
     {"options", "resources"},
     {"manifest"},
     {"protocol", "memory"},
@@ -121,7 +122,7 @@ NEVER = [
 LAZY = {("core.cli", "verl.doctor"), ("core.cli", "openrlhf.doctor")}  # by name, when a command asks for them
 
 # What adapters may know of core, besides the names that its package offers.
-FOR_ADAPTERS = {"options", "run_log", "log", "work"}
+FOR_ADAPTERS = {"options", "run_log", "log", "progress", "work"}
 
 Rule = Callable[[Iterable[Import]], list[str]]
 

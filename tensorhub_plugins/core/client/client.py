@@ -121,6 +121,7 @@ class Client(OfThisProcess):
         arguments.check_budget(memory_budget_bytes, over_budget)
         resources.begin_client()
         self.replica, self.shard, self.shard_count, self._worker = replica, shard, shard_count, f"{replica}/{shard}"
+        self._shown = "" if shard else f"{self._worker} reads"  # the other workers of its engine would say the same
         self._gate = None if (keys := secret.given(keys)) is None else Gate(keys.lease_key)
         self._verify, self.digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
@@ -556,7 +557,7 @@ class Client(OfThisProcess):
             location=self._location,
             limits=self._limits,
         )
-        transfer = Transfer(machine, self._hub, self._transports, destinations, self._hub.unreached)
+        transfer = Transfer(machine, self._hub, self._transports, destinations, self._hub.unreached, self._shown)
         calls.when_interrupted(lambda: transfer.stop(calls.Interrupted()))
         with self._lock:
             self._transfers.add(transfer)

@@ -39,6 +39,7 @@ from tensorhub_plugins.core.process import ForeignPort, OfThisProcess, files_lef
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import check_address, is_loopback, new_session, parse_address, resolve
 from tensorhub_plugins.core.protocol.reach import format_address
+from tensorhub_plugins.core.run_log import record
 from tensorhub_plugins.core.security import curve, secret
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import Role, printable
@@ -351,6 +352,8 @@ class Server(OfThisProcess):
                     self._notify(session, message)
                 case hub.Log(text, is_warning):
                     self._log(logging.WARNING if is_warning else logging.INFO, text)
+                    if is_warning:
+                        record("hub_warning", worker="hub", what=text)
 
     def _notify(self, session: bytes, message: messages.HubMessage) -> None:
         identity = self._names.identity(session)

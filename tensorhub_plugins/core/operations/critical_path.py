@@ -241,7 +241,7 @@ def _read_steps(
     found_s = event.get("find_s")
     reading = min(until, start + (float(found_s) if isinstance(found_s, (int, float)) and found_s > 0 else 0.0))
     source, source_s = _last_source(event)
-    what, more = _read_text(worker, event, source)
+    what, more = _read_text(worker, event, source, until - reading)
     own = replica_of(source)
     if own and own not in seen:
         through = None  # the instant at which the source had the bytes, where that came late
@@ -279,14 +279,14 @@ def _last_source(event: Event) -> tuple[str, float | None]:
     return max(sources, key=lambda name: sources[name], default=""), None
 
 
-def _read_text(worker: str, event: Event, source: str) -> tuple[str, str]:
+def _read_text(worker: str, event: Event, source: str, seconds: float) -> tuple[str, str]:
     """Return what is read from which source, and how much at what rate, as text for users."""
     names = event.get("transports")
     by = f" by {' and '.join(sorted(map(str, names)))}" if isinstance(names, dict) and names else ""
     size, lost = event.get("bytes"), event.get("lost")
     more = gigabytes(size) if isinstance(size, int) else ""
-    if isinstance(size, int) and seconds_of(event):
-        more += f", {size / seconds_of(event) / 1e6:.0f} MB/s"
+    if isinstance(size, int) and seconds > SHORT_S:
+        more += f", {size / seconds / 1e6:.0f} MB/s"
     more += f", {lost} sources lost on the way" if lost else ""
     return f"{worker} reads from {source or 'nobody'}{by}", more
 

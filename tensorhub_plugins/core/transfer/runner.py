@@ -27,6 +27,7 @@ from tensorhub_plugins.core.memory import moves
 from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.progress import Progress
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader, Target
@@ -131,13 +132,14 @@ class Transfer:
         transports: Mapping[str, Transport],
         destinations: Destinations,
         unreached: Unreached | None = None,
+        shown: str = "",
     ) -> None:
-        """Set up the transfer. unreached: the sources that no transfer of this client could connect to."""
+        """Set up the transfer. unreached: the sources that no transfer of this client could connect to. shown: under
+        this name its progress is; "": is not."""
         self._machine = machine
         self._unreached = unreached or Unreached()
-        self._hub = hub
-        self._transports = transports
-        self._destinations = destinations
+        self._hub, self._transports = hub, transports
+        self._destinations, self._progress = destinations, Progress(shown)
         self._events: Events = queue.SimpleQueue()
         self._next: deque[events.Event] = deque([events.Begin()])  # to be handled before any other
         self._readers: dict[tuple[int, bytes], SourceReader] = {}  # by shard and source
@@ -237,6 +239,7 @@ class Transfer:
         """Return the event of a source that has stalled, or that waits itself; None: there is none. While bytes arrive,
         or there is a reason why none do, renew the leases."""
         before, self._come = self._come, self._bytes_from.total()
+        self._progress.note(self._come, now)
         if self._come != before:
             self._hub.renew(self._leases)
         for reader in self._readers.values():
@@ -313,6 +316,7 @@ class Transfer:
         is_borrowed = loan is not None and slab.borrowed is loan
         bases = None if is_borrowed else self._destinations.bases(key.shard)
         self._targets[key.shard] = Target(manifest, slab, planned, bases)
+        self._progress.total += sum(stop - start for start, stop in map(manifest.segment_range, missing))
         based = 0 if bases is None else bases.count
         return events.Prepared(key.shard, missing, is_borrowed, len(missing) * manifest.segment_size_bytes, based)
 
@@ -342,6 +346,7 @@ class Transfer:
         self._bytes_by.clear()
         self._wire = self._by_delta = 0
         self._came.clear()
+        self._progress.total = 0
 
     def _join_all(self) -> None:
         readers = [*self._readers.values(), *self._left]
@@ -353,5 +358,6 @@ class Transfer:
     def _end(self) -> None:
         """Make sure that nothing writes into the destinations and no lease is held once run() has returned."""
         self._join_all()
+        self._progress.close()
         for request_id in self._leases:
             self._hub.end_lease(request_id)

@@ -248,7 +248,7 @@ class Follower:
             await self.sleep(RETRY_DELAY_S)  # the last one to follow was missed: stay with what there is
             return None
         if version in self.refused:
-            logger.warning("%s: version %d was refused, and is tried again because it was pinned", self.worker, version)
+            logger.info("%s: version %d was refused, and is tried again because it was pinned", self.worker, version)
             del self.refused[version]
         return version
 

@@ -45,7 +45,7 @@ class Staleness:
                 logger.warning("no more work is taken until the hub is heard again: %s", why_not)
                 record("cut_off", worker=self._worker, seconds=self._silent_s())
             elif self._said and not why_not:
-                logger.warning("%s hears the hub again, and takes work", self._worker)
+                logger.info("%s hears the hub again, and takes work", self._worker)
                 record("cut_off_over", worker=self._worker)
             self._said = bool(why_not)
             await asyncio.sleep(LOOK_INTERVAL_S)

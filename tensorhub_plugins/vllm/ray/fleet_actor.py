@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from tensorhub_plugins.core import Deadline, UsageError, record
+from tensorhub_plugins.core import Deadline, UsageError, record, run_log
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.ray import fleet_events as events
@@ -41,6 +41,7 @@ class FleetActor:
     def __init__(self, starter: str, options: TrainingOptions) -> None:
         """Make the actor's state. starter: that actor's name: Ray keeps no handles for the arguments of an actor that
         it starts again."""
+        run_log.use(options.events)
         self._starter = ray.get_actor(starter)
         self._state = FleetState(
             minimum=options.fleet_min,
@@ -181,7 +182,7 @@ class FleetActor:
             case events.Targeted(target, by):
                 record("target", worker="fleet", target=target, by=by)
             case events.Say(text):
-                logger.warning("fleet: %s", text)
+                logger.info("fleet: %s", text)
 
     def _keep(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -53,6 +53,7 @@ class Heartbeat(TypedDict, total=False):
     worker: str  # its name in the store and the event log: "rollout-3/0"
     node: str  # Ray's id of it
     why: str  # it is not ready
+    events: str | None  # the folder in which its run records events
     timeout_s: float  # of `Members`, where the replicas are configured with it
     engine_timeout_s: float  # likewise
     requests_max: int  # sequences that its vLLM runs at once

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import torch
 
-from tensorhub_plugins.core import Slab, UsageError, copy_all, flat_bytes, without_aliases, work
+from tensorhub_plugins.core import Slab, UsageError, copy_all, flat_bytes, progress, without_aliases, work
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.worker import online, reload, weights
 from tensorhub_plugins.vllm.worker.contract import some
@@ -248,7 +248,8 @@ class Conversion:
     def _whole(self, given: Given, names: Sequence[str] | None = None) -> Weights:
         """Return the whole tensors, in the same order in all workers that quantize together."""
         names = given.names if names is None else names
-        return work.counted(given.whole(sorted(names) if self._steps.together else names))
+        whole = given.whole(sorted(names) if self._steps.together else names)
+        return work.counted(progress.of(whole, "the checkpoint is converted", len(names), "tensors"))
 
     def _state(self) -> _State:
         live = weights.tensors(self._model)

@@ -1,0 +1,97 @@
+"""The journal of a process: where it is, how large, and what OpenTelemetry gets of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorhub_plugins.core import run_log
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+
+
+def test_an_option_names_the_folder_where_the_environment_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(run_log.VARIABLE, str(tmp_path / "environment"))
+    run_log.use(str(tmp_path / "option"))
+    run_log.record("x")
+    monkeypatch.delenv(run_log.VARIABLE)
+    run_log.use(None)
+    assert not run_log.enabled()
+    run_log.use(str(tmp_path / "option"))
+    run_log.record("y", none=None)
+    assert [[event["event"] for event in events(tmp_path / name)] for name in ("environment", "option")] == [
+        ["x"],
+        ["y"],
+    ]
+    monkeypatch.setenv(run_log.VARIABLE, "")  # monkeypatch puts back what it was before the test
+
+
+def test_it_takes_bounded_space_and_keeps_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight threads at once: no line is torn, none of the last ones is lost."""
+    monkeypatch.setenv(run_log.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(run_log, "SIZE_MAX", 4000)
+
+    def write(worker: int) -> None:
+        for number in range(200):
+            run_log.record("x", worker=str(worker), number=number)
+
+    threads = [threading.Thread(target=write, args=(worker,)) for worker in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run_log.record("last")
+    files = sorted(tmp_path.iterdir())
+    assert [file.name.split(".", 1)[1] for file in files] == ["jsonl", "old.jsonl"]
+    assert all(file.stat().st_size <= 4000 for file in files) and files[1].stat().st_size > 3800
+    assert events(tmp_path)[len(files[0].read_text().splitlines()) - 1]["event"] == "last"
+    for file in files:
+        file.unlink()  # somebody tidies up: the next one goes on
+    run_log.record("after")
+    monkeypatch.setattr(run_log, "SIZE_MAX", 1 << 20)
+    for _ in range(100):
+        run_log.record("again")
+    assert events(tmp_path)[-1]["event"] == "again"
+
+
+def test_spans_are_what_a_program_with_opentelemetry_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="no OpenTelemetry SDK here")
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)  # a process has one provider, for good
+    monkeypatch.delenv(run_log.VARIABLE, raising=False)  # without a journal, too
+    with provider.get_tracer("trainer").start_as_current_span("step 7") as step:
+        run_log.record("publish", worker="trainer/0", version=7, seconds=2.0, t=1000.0, bytes=5)
+    run_log.record("fetch", worker="a/0", version=7, seconds=1.0, t=1001.5, sources={"trainer/0": 5}, lost=None)
+    run_log.record("install", worker="a/0", version=7, seconds=0.5, t=1003.0)
+    run_log.record("install", worker="a/0", version=8, seconds=0.5, t=1004.0)
+    run_log.record("request", worker="a/0", seconds=0.5)  # is no span
+    found = {(span.name, span.attributes.get("tensorhub.version")): span for span in exporter.get_finished_spans()}
+    publish, fetch = found["tensorhub.publish", 7], found["tensorhub.fetch", 7]
+    assert (publish.start_time, publish.end_time) == (998 * 10**9, 1000 * 10**9)
+    assert publish.parent.span_id == step.get_span_context().span_id and fetch.parent is None
+    assert publish.attributes["tensorhub.worker"] == "trainer/0" and publish.attributes["tensorhub.bytes"] == 5
+    assert fetch.attributes["tensorhub.sources"] == '{"trainer/0": 5}' and "tensorhub.lost" not in fetch.attributes
+    assert found["tensorhub.install", 7].parent.span_id == fetch.context.span_id
+    assert found["tensorhub.install", 8].parent is None  # the control: of another version
+    assert len(found) == 5
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("an exporter that is broken")
+
+    monkeypatch.setattr(trace, "get_tracer", broken)
+    monkeypatch.setenv(run_log.VARIABLE, str(tmp_path))
+    run_log.record("publish", worker="trainer/0", version=8, seconds=0.1)
+    assert [event["version"] for event in events(tmp_path)] == [8]
