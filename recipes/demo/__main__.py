@@ -4,7 +4,8 @@
 
 One trainer, two vLLM replicas, pull mode. After --steps steps the replicas stop pulling (the negative control) while
 training goes on for --control-steps more: trainer and rollouts must then drift apart. Ends with a table, the reward
-curve and what was claimed, checked; leaves report.json, run.png and the logs in FOLDER. Returns 0 if every claim holds.
+curve and what was claimed, checked; leaves report.json, run.png, timeline.html and the logs in FOLDER. Returns 0 if
+every claim holds.
 """
 
 from __future__ import annotations
@@ -12,20 +13,15 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from recipes.demo import report as reports
-from recipes.sweep import kill_group
+from recipes.demo.watch import Watcher, end_cleanly_when_told, page_of, watch
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLICAS = 2
-TICK_S = 0.5
-QUIET_S = 20.0  # without news, say that it still runs
-STOP_S = 120.0  # what verl and Ray get to end by themselves, node after node, and run.sh to sweep up after them
 # The job, where it differs from the recipe's. Samples are one step old when they are trained on, so the policy must
 # move little in a step for the log-probabilities of trainer and rollout to agree. A replica generates one answer at a
 # time, so that generating takes longer than training and updates meet answers in flight.
@@ -35,7 +31,8 @@ JOB = (
 )
 # What verl's log says first, and what that means.
 STAGES = (
-    ("Started a local Ray instance", "Ray runs"),
+    ("", "Ray starts"),
+    ("Started a local Ray instance", "Ray runs; verl is imported"),
     ("WorkerDict", "the trainer starts"),
     ("CheckpointEngineWorker", "the trainer has the model; the replicas start"),
     ("EngineCore pid=", "the engines load the model"),
@@ -102,36 +99,19 @@ def train(run: Path, arguments: argparse.Namespace) -> int:
     }
     print(f"verl GRPO: one trainer, {REPLICAS} vLLM replicas, a {arguments.size} model; log: {run / 'verl.log'}")
     print("starting Ray, the trainer and the engines (imports, mostly: one to two minutes) ...", flush=True)
-    started = time.monotonic()
-    with open(run / "verl.log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            progress = Progress(run, started)
-            while process.poll() is None:
-                progress.tell()
-                if time.monotonic() - started > arguments.timeout_s:
-                    print(f"not finished after {arguments.timeout_s:.0f} s: giving up", file=sys.stderr)
-                    return 124
-                time.sleep(TICK_S)
-            progress.tell()
-        finally:
-            end_group(process)
-    return process.returncode
+    return watch(command, environment, Progress(run, time.monotonic()), arguments.timeout_s)
 
 
-class Progress:
-    """A printer of what is new in the event log and in verl's metrics since its last call."""
+class Progress(Watcher):
+    """A printer of what is new in the event log and in verl's metrics, too."""
 
     def __init__(self, run: Path, started: float) -> None:
-        self.run, self.started = run, started
-        self.told_at = started
-        self.steps = 0
-        self.log_offset, self.stages = 0, list(STAGES)
+        super().__init__(run / "verl.log", STAGES, started)
+        self.run, self.steps = run, 0
         self.pulled: set[tuple[str, int]] = set()
         self.fetched: dict[tuple[str, int], str] = {}
 
-    def tell(self) -> None:
-        self._tell_stage()
+    def news(self, lines: list[str]) -> None:
         events = reports.read_events(self.run / "events") if (self.run / "events").exists() else []
         for event in events:
             key = (reports.replica_of(event["worker"]), event.get("version", 0))
@@ -141,52 +121,16 @@ class Progress:
             if event["event"] == "resume" and key not in self.pulled:
                 self.pulled.add(key)
                 how = self.fetched.get(key, "")
-                self._say(f"{key[0]} has version {key[1]} {how}, stood still for {1000 * event['seconds']:.0f} ms")
+                self.say(f"{key[0]} has version {key[1]} {how}, stood still for {1000 * event['seconds']:.0f} ms")
         for row in reports.read_metrics(self.run / "metrics.jsonl")[self.steps :]:
             self.steps += 1
             data = row["data"]
-            self._say(
+            self.begin(f"step {row['step'] + 1}")
+            self.say(
                 f"step {row['step']}: reward {data.get('critic/score/mean', float('nan')):.3f}, "
                 f"KL {data.get('rollout_corr/k3_kl', float('nan')):.1e}, "
                 f"trainer waited {1000 * data.get('timing_s/update_weights', float('nan')):.0f} ms in update_weights"
             )
-        if time.monotonic() - self.told_at > QUIET_S:
-            self._say("...")
-
-    def _tell_stage(self) -> None:
-        if not self.stages:
-            return
-        with open(self.run / "verl.log", errors="replace") as log:
-            log.seek(self.log_offset)
-            new = log.read()
-            self.log_offset = log.tell()
-        reached = [number for number, (sign, _) in enumerate(self.stages) if sign in new]
-        if reached:
-            self._say(self.stages[reached[-1]][1])
-            del self.stages[: reached[-1] + 1]
-
-    def _say(self, text: str) -> None:
-        self.told_at = time.monotonic()
-        print(f"[{self.told_at - self.started:5.0f} s] {text}", flush=True)
-
-
-def end_cleanly_when_told() -> None:
-    """SIGTERM ends Python at once, and what it has started would go on."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """End the process group that we started, and only that; Ray's daemons leave when their driver does, and processes
-    of the group that do not are killed."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            break
-        os.killpg(process.pid, number)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            continue
-    kill_group(process.pid)
 
 
 def show(run: Path, arguments: argparse.Namespace) -> int:
@@ -201,11 +145,11 @@ def show(run: Path, arguments: argparse.Namespace) -> int:
         control_steps=arguments.control_steps,
     )
     (run / "report.json").write_text(report.to_json())
-    draw(report, events, run / "run.png")
+    draw(report, run / "run.png")
     print("\n" + reports.table(report))
     print("\n" + reports.reward_curve(report))
     print("\n" + reports.claims(report))
-    print(f"\n{run / 'report.json'}\n{run / 'run.png'}")
+    print(f"\n{run / 'report.json'}\n{run / 'run.png'}\n{page_of(run)}")
     return 0 if report.holds else 1
 
 

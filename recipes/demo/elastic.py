@@ -5,7 +5,7 @@
 It starts with one replica on a Ray node of this machine; two nodes join. `tensorhub fleet` makes it four replicas, then
 two; an engine is killed (SIGKILL) and comes back, and one more starts beside it; then the raylet of a node is killed,
 and the replica that was there comes back elsewhere. Training goes on all the time. Ends with a table and what was
-claimed, checked; leaves report.json, fleet.png and the logs in FOLDER. Returns 0 if every claim holds.
+claimed, checked; leaves report.json, timeline.html and the logs in FOLDER. Returns 0 if every claim holds.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from typing import Any
 import psutil
 
 from recipes.demo import elastic_report as reports
-from recipes.demo.__main__ import JOB, ROOT, STORE, end_cleanly_when_told, end_group
+from recipes.demo.__main__ import JOB, ROOT, STORE
 from recipes.demo.fleet_shell import Shell
 from recipes.demo.report import read_events, read_metrics, replica_of
+from recipes.demo.watch import end_cleanly_when_told, end_group, page_of
 
 GPUS = "2 2 2"  # of the head (one for the trainer) and of two more nodes
 PROMPTS, ANSWERS = 8, 4  # of a step, and to each
@@ -293,16 +294,13 @@ def read_openrlhf(folder: Path, events: Sequence[dict[str, Any]]) -> dict[str, A
 
 
 def show(folder: Path, framework: str) -> int:
-    from recipes.demo.elastic_picture import draw
-
     events = read_events(folder / "events")
     trained = read_verl(folder) if framework == "verl" else read_openrlhf(folder, events)
     report = reports.make_report(events, **trained, prompts_per_step=PROMPTS, answers=ANSWERS)
     (folder / "report.json").write_text(report.to_json())
-    draw(report, events, folder / "fleet.png")
     print("\n" + reports.table(report))
     print("\n" + "\n".join(f"{'ok  ' if c.holds else 'FAIL'}  {c.claim}\n        {c.detail}" for c in report.claims))
-    print(f"\n{folder / 'report.json'}\n{folder / 'fleet.png'}", flush=True)
+    print(f"\n{folder / 'report.json'}\n{page_of(folder)}", flush=True)
     return 0 if report.holds else 1
 
 

@@ -6,7 +6,7 @@ One trainer, two vLLM engines, generating and training in turns. First OpenRLHF'
 store: the same command line but for --vllm.sync_backend. After --steps steps its engines stop pulling (the negative
 control) while training goes on for --control-steps more: trainer and engines must then drift apart. Ends with some
 versions, both reward curves and what was claimed, checked; leaves all versions (report.txt, report.json), a picture
-(run.png) and the logs in FOLDER. Returns 0 if every claim holds.
+(run.png), tensorhub/timeline.html and the logs in FOLDER. Returns 0 if every claim holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from statistics import mean
 from typing import Any
 
 from recipes.demo import report as reports
-from recipes.demo.__main__ import QUIET_S, TICK_S, end_cleanly_when_told, end_group
+from recipes.demo.watch import Watcher, end_cleanly_when_told, page_of, watch
 from recipes.openrlhf_grpo.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +35,7 @@ GAIN_MIN = 0.06
 DIFFERENCE_MAX = 0.15
 # What OpenRLHF's log says first, and what that means; the last one that is there counts.
 STAGES = (
+    ("", "Ray starts"),
     ("Started a local Ray instance", "Ray runs; the engines start"),
     ("Engine pid=", "the engines load the model"),
     ("PolicyModelActor pid=", "the trainer loads the model"),
@@ -94,61 +94,30 @@ def train(run: Path, store: str, arguments: argparse.Namespace) -> int:
     }
     log_path = run / "openrlhf.log"
     print(f"OpenRLHF GRPO, {store}: one trainer, {ENGINES} vLLM engines, {steps} steps; log: {log_path}", flush=True)
-    started = time.monotonic()
-    with open(log_path, "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            progress = Progress(run, steps, started)
-            while process.poll() is None:
-                progress.tell()
-                if time.monotonic() - started > arguments.timeout_s:
-                    print(f"not finished after {arguments.timeout_s:.0f} s: giving up", file=sys.stderr)
-                    return 124
-                time.sleep(TICK_S)
-            progress.tell()
-        finally:
-            end_group(process)
-    return process.returncode
+    return watch(command, environment, Progress(run, steps, time.monotonic()), arguments.timeout_s)
 
 
-class Progress:
-    """A printer of what is new in OpenRLHF's log: the start's progress, then every few steps the reward and the
-    versions."""
+class Progress(Watcher):
+    """A printer of OpenRLHF's log: the start's phases, then every few steps the reward and the versions."""
 
     def __init__(self, run: Path, steps: int, started: float) -> None:
-        self.run, self.steps, self.started = run, steps, started
-        self.told_at = started
-        self.offset, self.rest, self.stages = 0, "", list(STAGES)
-        self.step = 0
+        super().__init__(run / "openrlhf.log", STAGES, started)
+        self.run, self.steps, self.step = run, steps, 0
 
-    def tell(self) -> None:
-        with open(self.run / "openrlhf.log", errors="replace") as log:
-            log.seek(self.offset)
-            *lines, self.rest = (self.rest + log.read()).split("\n")
-            self.offset = log.tell()
-        reached = [number for number, (sign, _) in enumerate(self.stages) if any(sign in line for line in lines)]
-        if reached:
-            self._say(self.stages[reached[-1]][1])
-            del self.stages[: reached[-1] + 1]
+    def news(self, lines: list[str]) -> None:
         for found in filter(None, map(STEP.search, lines)):
-            self.stages = []
+            self.begin(f"step {int(found[1]) + 1}")
             step, status = int(found[1]), found[2]
             if step > self.step and (step == 1 or step % max(1, self.steps // TOLD) == 0 or step == self.steps):
                 reward = REWARD.search(status)
                 said = [f"step {step} of {self.steps}"] + ([f"reward {float(reward[1]):.3f}"] if reward else [])
-                self._say(", ".join(said) + self._version(step))
+                self.say(", ".join(said) + self._version(step))
             self.step = max(self.step, step)
-        if time.monotonic() - self.told_at > QUIET_S:
-            self._say("...")
 
     def _version(self, version: int) -> str:
         """Step N publishes version N; the engines have it a moment later, so the one before is told."""
         events = reports.read_events(self.run / "events") if (self.run / "events").exists() else []
         return version_text(events, max(1, version - 1))
-
-    def _say(self, text: str) -> None:
-        self.told_at = time.monotonic()
-        print(f"[{self.told_at - self.started:5.0f} s] {text}", flush=True)
 
 
 def version_text(events: list[dict[str, Any]], version: int) -> str:
@@ -185,7 +154,6 @@ def show(out: Path, arguments: argparse.Namespace) -> int:
     (out / "report.txt").write_text("\n\n".join(everything) + "\n")
     draw(
         report,
-        reports.read_events(out / "tensorhub" / "events"),
         out / "run.png",
         kl_max=reports.OPENRLHF_SYNC.kl_max,
         beside={"OpenRLHF's own path": curves["stock"]},
@@ -194,6 +162,7 @@ def show(out: Path, arguments: argparse.Namespace) -> int:
     print("\n" + both_curves(curves, arguments.steps, shown=SHOWN))
     print("\n" + reports.claims(report, brief=True))
     print(f"\nall versions and steps: {out / 'report.txt'}, {out / 'report.json'}\n{out / 'run.png'}")
+    print(page_of(out / "tensorhub"))
     return 0 if report.holds else 1
 
 

@@ -35,6 +35,8 @@ import msgspec, torch, xxhash, zmq
 from vllm.platforms import current_platform
 current_platform.import_kernels()
 """
+QUIET_S = 15.0  # of a command, before its last line is shown
+SHOWN_MAX = 100  # characters of it
 LOG_TAIL_LINES = 15
 # DeepSpeed is built from source: nothing is compiled then (it compiles what it needs when it first runs), and the build
 # sees only what it asks for, not our torch, with which it fails.
@@ -131,8 +133,14 @@ def run(command: list[str], log, advice: str = "", check: bool = True) -> None:
     log.write(f"$ {' '.join(command)}\n")
     log.flush()
     environment = {**os.environ, **BUILD_SETTINGS}
-    ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
-    if ended.returncode == 0 or not check:
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment) as process:
+        while process.returncode is None:
+            try:
+                process.wait(QUIET_S)
+            except subprocess.TimeoutExpired:  # what pip does now is its last line
+                *_, last = Path(log.name).read_text(errors="replace").splitlines()
+                say(f"         {last[:SHOWN_MAX]}")
+    if process.returncode == 0 or not check:
         return
     lines = Path(log.name).read_text().splitlines()
     say("\n".join([line for line in lines if not line.startswith("WARNING: ")][-LOG_TAIL_LINES:]))

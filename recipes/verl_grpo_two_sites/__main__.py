@@ -22,8 +22,9 @@ from pathlib import Path
 
 from recipes.bench import network
 from recipes.demo import elastic
-from recipes.demo.__main__ import ROOT, end_cleanly_when_told
+from recipes.demo.__main__ import ROOT
 from recipes.demo.report import Claim, read_events
+from recipes.demo.watch import end_cleanly_when_told
 from recipes.verl_grpo_two_sites import report as reports
 
 WAN_MBIT, LAN_MBIT, RTT_MS = 100, 1000, 50

@@ -190,7 +190,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.command == "bench":
         return bench(parser, options)
     if options.command == "timeline":
-        return write_timeline(options.files, options.out)
+        print(write_timeline(options.files, options.out))
+        return 0
     if options.command == "doctor" and options.check == "machine":
         return check_machine(options)
     if options.command == "doctor":
@@ -460,19 +461,19 @@ def _listens_at(port: int, keys: Keys | None, *, insecure: bool) -> str:
     return of_all_interfaces(port) if everywhere else format_address("tcp", "127.0.0.1", port)
 
 
-def write_timeline(files: list[Path], out: Path) -> int:
-    """Write a page and a trace of these journals, and say what each version waited for."""
+def write_timeline(files: list[Path], out: Path) -> str:
+    """Write a page and a trace of these journals; return what each version waited for, as text for users."""
     found = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
     found = [file for file in found if not file.is_dir()]
     events = [event for file in found for event in timeline.parse(file.read_bytes().splitlines(), str(file))]
+    out = out / "timeline" if out.is_dir() else out
     name = str(out.with_suffix("") if out.suffix in (".html", ".json") else out)
     paths = critical_path.paths(events)
     template = Path(timeline.__file__).with_suffix(".html").read_text()
     Path(f"{name}.html").write_text(timeline.page(template, events, paths))
     Path(f"{name}.json").write_text(json.dumps(timeline.trace(events)))
-    print(critical_path.text(paths))
-    print(f"{name}.html: {len(events)} events; {name}.json: the same for https://ui.perfetto.dev")
-    return 0
+    files_text = f"{name}.html: {len(events)} events; {name}.json: the same for https://ui.perfetto.dev"
+    return f"{critical_path.text(paths)}\n{files_text}"
 
 
 def check_machine(options: argparse.Namespace) -> int:

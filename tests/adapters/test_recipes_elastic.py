@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from recipes.demo import elastic_report as reports
+from recipes.demo.watch import page_of
 
 PROMPTS, ANSWERS = 4, 2
 SAMPLES = PROMPTS * ANSWERS
@@ -158,8 +161,8 @@ def test_a_sample_in_the_place_of_another_is_told(trained, says):
     assert says in claim.detail
 
 
-def test_the_picture_is_drawn(tmp_path):
-    from recipes.demo.elastic_picture import draw
-
-    draw(report_of(good_run()), good_run(), tmp_path / "fleet.png")
-    assert (tmp_path / "fleet.png").stat().st_size > 10_000
+def test_the_page_is_written(tmp_path):
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "host-1.jsonl").write_text("".join(json.dumps(event) + "\n" for event in good_run()))
+    text = page_of(tmp_path).read_text()
+    assert "starting" in text and "rollout-1" in text

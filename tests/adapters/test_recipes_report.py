@@ -12,6 +12,7 @@ import pytest
 from recipes.demo import __main__ as demo_verl
 from recipes.demo import openrlhf as demo_openrlhf
 from recipes.demo import report as reports
+from recipes.demo import watch
 
 STEPS, CONTROL_STEPS, REPLICAS = 4, 4, 2
 SIZE_BYTES = 69_000_000
@@ -198,7 +199,7 @@ def test_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from recipes.demo.picture import draw
 
-    draw(make(), good_events(), tmp_path / "run.png")
+    draw(make(), tmp_path / "run.png")
     assert (tmp_path / "run.png").stat().st_size > 10_000
 
 
@@ -261,10 +262,10 @@ def test_the_demos_watch_a_run_until_it_ends(tmp_path, monkeypatch, capsys):
                 (tmp_path / "fifo").write_text("3\n")
             seen.append(True)
 
-        monkeypatch.setattr(demo, "time", SimpleNamespace(monotonic=time.monotonic, sleep=let_it_end))
+        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=time.monotonic, sleep=let_it_end))
         code = demo.train(tmp_path / f"run-{demo.__name__}", *arguments, demo.make_parser().parse_args([]))
         assert code == 3 and seen
-        monkeypatch.setattr(demo, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None))
+        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None))
         ended = demo.train(
             tmp_path / f"late-{demo.__name__}", *arguments, demo.make_parser().parse_args(["--timeout-s", "0"])
         )
@@ -307,6 +308,25 @@ def test_the_openrlhf_demo_says_how_far_a_run_is(tmp_path, capsys):
     text = demo_openrlhf.version_text(good_events(), 3)
     assert text == "; version 3: publish 100 ms, rollout-0 from trainer 500 ms, rollout-1 from rollout-0 500 ms"
     assert demo_openrlhf.version_text(good_events(), 99) == ""
+
+
+def test_a_long_phase_is_named_with_its_time_and_more_and_more_rarely(tmp_path, monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    (tmp_path / "log").write_text("")
+    watcher = watch.Watcher(tmp_path / "log", (("", "Ray starts"), ("cpu_adam", "DeepSpeed compiles")), 0.0)
+    for second in range(200):
+        clock[0] = float(second)
+        if second == 30:
+            (tmp_path / "log").write_text("Building cpu_adam\n")
+        watcher.tell()
+    assert [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "Ray starts: for 21 s so far",
+        "DeepSpeed compiles",
+        "DeepSpeed compiles: for 21 s so far",
+        "DeepSpeed compiles: for 62 s so far",
+        "DeepSpeed compiles: for 143 s so far",
+    ]
 
 
 def test_what_the_openrlhf_demo_ends_with_fits_a_terminal():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipes import sweep
-from recipes.demo.__main__ import end_group
+from recipes.demo.watch import end_group
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_demo_that_is_ended_ends_its_run(is_told: bool) -> None:
     """False: the control."""
     script = (
         "import subprocess, sys, time\n"
-        "from recipes.demo.__main__ import end_cleanly_when_told, end_group\n"
+        "from recipes.demo.watch import end_cleanly_when_told, end_group\n"
         f"{is_told} and end_cleanly_when_told()\n"
         "run = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
         "try:\n"

@@ -113,6 +113,10 @@ def test_it_is_used(tmp_path: Path) -> None:
         page.drawn()
         assert page.screenshot() != drawn  # the control: what is hidden is not drawn
         assert page.asked == [file.resolve().as_uri()] and page.errors == []
+        many = [{"t": 1e9 + n / 10, "event": "request_retried", "worker": "a/0"} for n in range(200_000)]
+        for events, said in (([], "0 workers, 0 versions"), (many, "1 workers, 0 versions, 20000 s")):
+            page.open(write(tmp_path / "other.html", events))
+            assert said in page.value("document.body.innerText") and page.errors == []
 
 
 @pytest.mark.slow
