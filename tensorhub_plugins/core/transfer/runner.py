@@ -357,7 +357,7 @@ class Transfer:
 
     def _end(self) -> None:
         """Make sure that nothing writes into the destinations and no lease is held once run() has returned."""
-        self._join_all()
         self._progress.close()
+        self._join_all()
         for request_id in self._leases:
             self._hub.end_lease(request_id)
