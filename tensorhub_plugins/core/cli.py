@@ -126,22 +126,7 @@ class _Parser(argparse.ArgumentParser):
 def _main(arguments: list[str]) -> int:
     parser = _Parser(prog="tensorhub", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    server = commands.add_parser("server", help="start a hub (metadata only: it never sees a weight)")
-    where = server.add_mutually_exclusive_group()
-    where.add_argument(
-        "--address",
-        help=f"where to listen; port 0 takes a free one (default: {PORT} everywhere; without a secret {LOOPBACK})",
-    )
-    where.add_argument("--interface", metavar="NAME", help="listen on this network interface only, port 7070")
-    server.add_argument(
-        "--insecure", action="store_true", help="without a secret, let all who reach the address read and write"
-    )
-    _add_secret(server)
-    server.add_argument("--verbose", action="store_true", help="log every decision")
-    words = f"record its warnings in this folder, for `tensorhub timeline` (or {run_log.VARIABLE})"
-    server.add_argument("--events", metavar="FOLDER", help=words)
-    _add_metrics(server)
-    _add_limits(server)
+    _add_server(commands.add_parser("server", help="start a hub (metadata only: it never sees a weight)"))
     keygen = commands.add_parser("keygen", help="write a new secret for a hub and its workers, readable by you only")
     keygen.add_argument("file", type=Path, help="where to; set it as TENSORHUB_SECRET_FILE on all nodes")
     keygen.add_argument(
@@ -425,6 +410,24 @@ def _metrics(server: Server, options: argparse.Namespace) -> Iterator[None]:
                 raise
             _say(f"tensorhub: {error.message}")
         yield
+
+
+def _add_server(server: argparse.ArgumentParser) -> None:
+    where = server.add_mutually_exclusive_group()
+    where.add_argument(
+        "--address",
+        help=f"where to listen; port 0 takes a free one (default: {PORT} everywhere; without a secret {LOOPBACK})",
+    )
+    where.add_argument("--interface", metavar="NAME", help="listen on this network interface only, port 7070")
+    server.add_argument(
+        "--insecure", action="store_true", help="without a secret, let all who reach the address read and write"
+    )
+    _add_secret(server)
+    server.add_argument("--verbose", action="store_true", help="log every decision")
+    words = f"record its warnings in this folder, for `tensorhub timeline` (or {run_log.VARIABLE})"
+    server.add_argument("--events", metavar="FOLDER", help=words)
+    _add_metrics(server)
+    _add_limits(server)
 
 
 def _add_timeline(command: argparse.ArgumentParser) -> None:

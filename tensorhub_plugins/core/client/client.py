@@ -121,7 +121,6 @@ class Client(OfThisProcess):
         arguments.check_budget(memory_budget_bytes, over_budget)
         resources.begin_client()
         self.replica, self.shard, self.shard_count, self._worker = replica, shard, shard_count, f"{replica}/{shard}"
-        self._shown = "" if shard else f"{self._worker} reads"  # the other workers of its engine would say the same
         self._gate = None if (keys := secret.given(keys)) is None else Gate(keys.lease_key)
         self._verify, self.digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
@@ -584,6 +583,11 @@ class Client(OfThisProcess):
         for loss in outcome.losses:
             log.warning("%s: version %d: lost %s", self._worker, outcome.version, loss)
         return outcome
+
+    @property
+    def _shown(self) -> str:
+        """Return the name of its reads' progress; "" where another worker of its engine shows the same."""
+        return "" if self.shard else f"{self._worker} reads"
 
     def _unclaim(self, transfer: Transfer) -> None:
         if transfer.claimed is not None:
