@@ -136,8 +136,7 @@ class Transfer:
     ) -> None:
         """Set up the transfer. unreached: the sources that no transfer of this client could connect to. shown: under
         this name its progress is; "": is not."""
-        self._machine = machine
-        self._unreached = unreached or Unreached()
+        self._machine, self._unreached = machine, unreached or Unreached()
         self._hub, self._transports = hub, transports
         self._destinations, self._progress = destinations, Progress(shown)
         self._events: Events = queue.SimpleQueue()
