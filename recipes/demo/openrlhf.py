@@ -37,7 +37,7 @@ DIFFERENCE_MAX = 0.15
 STAGES = (
     ("", "Ray starts"),
     ("Started a local Ray instance", "Ray runs; the engines start"),
-    ("Engine pid=", "the engines load the model"),
+    ("EngineCore pid=", "the engines load the model"),
     ("PolicyModelActor pid=", "the trainer loads the model"),
     ("cpu_adam", "DeepSpeed compiles its optimizer (minutes, the first time; nothing is said meanwhile)"),
     ("Generate samples", "the first samples are generated"),
@@ -106,7 +106,7 @@ class Progress(Watcher):
 
     def news(self, lines: list[str]) -> None:
         for found in filter(None, map(STEP.search, lines)):
-            self.begin(f"step {int(found[1]) + 1}")
+            self.begin(f"step {int(found[1]) + 1}" if int(found[1]) < self.steps else "the run ends")
             step, status = int(found[1]), found[2]
             if step > self.step and (step == 1 or step % max(1, self.steps // TOLD) == 0 or step == self.steps):
                 reward = REWARD.search(status)

@@ -273,7 +273,7 @@ def test_the_demos_watch_a_run_until_it_ends(tmp_path, monkeypatch, capsys):
 
 
 # What OpenRLHF and DeepSpeed write, cut short.
-LOG = """(TensorHubEngine pid=1) INFO loading
+LOG = """(TensorHubEngine pid=1) (EngineCore pid=4) INFO loading
 (PolicyModelActor pid=2) loading
 (PolicyModelActor pid=2) Building extension module cpu_adam...
 (PPOTrainer pid=3) Generate samples:   0%|
