@@ -556,7 +556,7 @@ class Client(OfThisProcess):
             location=self._location,
             limits=self._limits,
         )
-        transfer = Transfer(machine, self._hub, self._transports, destinations, self._hub.unreached, self._shown)
+        transfer = Transfer(machine, self._hub, self._transports, destinations, self._hub.unreached, self._worker)
         calls.when_interrupted(lambda: transfer.stop(calls.Interrupted()))
         with self._lock:
             self._transfers.add(transfer)
@@ -583,11 +583,6 @@ class Client(OfThisProcess):
         for loss in outcome.losses:
             log.warning("%s: version %d: lost %s", self._worker, outcome.version, loss)
         return outcome
-
-    @property
-    def _shown(self) -> str:
-        """Return the name of its reads' progress; "" where another worker of its engine shows the same."""
-        return "" if self.shard else f"{self._worker} reads"
 
     def _unclaim(self, transfer: Transfer) -> None:
         if transfer.claimed is not None:

@@ -132,13 +132,13 @@ class Transfer:
         transports: Mapping[str, Transport],
         destinations: Destinations,
         unreached: Unreached | None = None,
-        shown: str = "",
+        worker: str = "",
     ) -> None:
-        """Set up the transfer. unreached: the sources that no transfer of this client could connect to. shown: under
-        this name its progress is; "": is not."""
+        """Set up the transfer. unreached: the sources that no transfer of this client could connect to. worker: the
+        reader's name; the first one of an engine shows its progress."""
         self._machine, self._unreached = machine, unreached or Unreached()
         self._hub, self._transports = hub, transports
-        self._destinations, self._progress = destinations, Progress(shown)
+        self._destinations, self._progress = destinations, Progress(f"{worker} reads" * worker.endswith("/0"))
         self._events: Events = queue.SimpleQueue()
         self._next: deque[events.Event] = deque([events.Begin()])  # to be handled before any other
         self._readers: dict[tuple[int, bytes], SourceReader] = {}  # by shard and source
