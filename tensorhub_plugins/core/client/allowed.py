@@ -29,7 +29,7 @@ class Allowed:
         """Begin a call that moves these tensors; has to be its first line. Without a timeout it grows in any case."""
         began = time.monotonic()
         allowed_s = timeout_for(timeout_s, _size_of(tensors) if timeout_s is None else 0)
-        return cls(began, allowed_s, Deadline(began + timeout_for(timeout_s, 0)), grows or timeout_s is None)
+        return cls(began, allowed_s, Deadline(began + timeout_for(timeout_s, 0)), timeout_s is None or grows)
 
     @property
     def deadline(self) -> Deadline:

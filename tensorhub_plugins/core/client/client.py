@@ -304,7 +304,7 @@ class Client(OfThisProcess):
         next such fetch begins; until then, and until they are released, the lender uses new memory for what it reads.
         """
         allowed = Allowed.begin(timeout_s, into, grows=grows)
-        arguments.check_layouts(layouts, converts=converts, serve=serve, repair=repair, borrow=borrow)
+        arguments.check_layouts(layouts, converts=converts, serve=serve, repair=repair, borrow=borrow, grows=grows)
         with allowed.naming(version):
             only = None if wanted is None else arguments.wanted_table(wanted, allowed.deadline)
             live = None if into is None else LiveMemory(into, repairs=repair, deadline=allowed.deadline)
