@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
 from tensorhub_plugins.core.transports.stream.source import StreamServer
+from tensorhub_plugins.core.transports.ways import WAYS
 
 
 class SocketTransport:
@@ -50,10 +52,11 @@ class SocketTransport:
             surplus.close()
 
     def _take(self, endpoints: Sequence[str], count: int = 1) -> Connection | None:
-        """Return a kept connection of so many channels to one of these endpoints of a source, the one that was used
-        last; None: there is none."""
+        """Return a kept connection of so many channels to the best of these endpoints of a source, the one that was
+        used last; None: there is none."""
+        best = WAYS.order(endpoints, time.monotonic())[0]
         with self._links_guard:
-            alike = [each for each in self._idle if each.channels[0].peer in endpoints and len(each.channels) == count]
+            alike = [each for each in self._idle if each.channels[0].peer == best and len(each.channels) == count]
             lost = [each for each in alike if any(channel.is_lost() for channel in each.channels)]
             taken = next((each for each in reversed(alike) if each not in lost), None)
             self._idle = deque(each for each in self._idle if each is not taken and each not in lost)
