@@ -84,7 +84,7 @@ class Figures:
 
 
 def _of_vllm() -> tuple[Any, Any]:
-    """Return vLLM's own two, or such as it has from 0.33 on. A name may be registered once."""
+    """Return vLLM's own two, or such as it has from 0.32 on. A name may be registered once."""
     try:
         own = import_module("vllm.entrypoints.rl.online.metrics").weight_operation_metrics()
         return own.duration, own.in_flight

@@ -46,7 +46,7 @@ ELSEWHERE = frozenset(
             "hostname",
             "insert",
         ),
-        *("loads", "popleft", "recv", "terminate", "to_dict", "weight", "weight_loader"),
+        *("loads", "observe", "popleft", "recv", "terminate", "to_dict", "weight", "weight_loader"),
     }
 )
 LINE = re.compile(r"(?P<module>[\w.]+):(?P<path>[\w.]+)(?P<takes>\(.*\))?(?P<exactly> exactly)?(?: \| (?P<range>.+))?$")
