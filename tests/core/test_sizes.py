@@ -20,7 +20,7 @@ CEILINGS = {
     "core/operations": 1_640,
     "core/protocol": 1_160,
     "core/security": 720,
-    "core/transfer": 1_941,
+    "core/transfer": 1_947,
     "core/transports": 7_320,
     "openrlhf": 2_400,
     "verl": 3_450,

@@ -3,8 +3,6 @@ that captures, a start behind a killed engine, borrowing in another process, and
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -17,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_place import NO_GPU, free_bytes, place_named
+from gpu_neighbours import beside, borrow, fill, pin
+from gpu_place import NO_GPU, free_bytes
 
 from recipes.bench.gpu.engine import Engine
-from tensorhub_plugins.core import Publisher, Slab, TensorSpec, contiguous_spec, copy_all, gate
+from tensorhub_plugins.core import Publisher, contiguous_spec, gate
 from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.vllm.worker import need
 
@@ -28,40 +27,6 @@ GIB = 1 << 30
 
 
 # --- a neighbour ---
-
-
-def pin(pipe: Any, kind: str, size_bytes: int) -> None:
-    """Pin so much memory when it is asked for, and tell the seconds."""
-    with place_named(kind) as place:
-        slab = Slab.allocate([TensorSpec("w", "uint8", (size_bytes,), size_bytes)], pin=False)
-        pipe.send("ready")
-        pipe.recv()
-        began = time.perf_counter()
-        slab.close()
-        slab = Slab.allocate(
-            [TensorSpec("w", "uint8", (size_bytes,), size_bytes)],
-            pin=True if place.is_gpu else None,
-            device=place.device,
-        )
-        pinning.wait_for_background(120)
-        pipe.send(time.perf_counter() - began)
-        slab.close()
-
-
-@contextlib.contextmanager
-def beside(target: Any, *given: Any) -> Any:
-    """Another process, which has begun, and the pipe to it."""
-    context = multiprocessing.get_context("spawn")
-    pipe, child = context.Pipe()
-    process = context.Process(target=target, args=(child, *given), daemon=True)
-    process.start()
-    child.close()
-    try:
-        assert pipe.recv() == "ready"
-        yield process, pipe
-    finally:
-        process.kill()
-        process.join(60)
 
 
 @pytest.mark.timeout(600)
@@ -141,16 +106,6 @@ class Snapshot:
             self.free_memory += 10
 
 
-def fill(pipe: Any, share: float) -> None:
-    """Hold so much of the device until it is killed."""
-    size_bytes = int(share * torch.cuda.mem_get_info()[1])
-    held = [torch.ones(size_bytes // 16, dtype=torch.uint8, device="cuda") for _ in range(16)]
-    torch.cuda.synchronize()
-    pipe.send("ready")
-    pipe.recv()
-    del held
-
-
 def test_a_start_behind_a_killed_engine_waits_for_its_memory(place, figure):
     utilization = 0.8
     if place.is_gpu:
@@ -197,24 +152,6 @@ def test_a_source_that_captures_is_waited_for(place, clients):
 
 
 # --- borrowed memory, by another process ---
-
-
-def borrow(pipe: Any, address: str, size_bytes: int) -> None:
-    """Borrow the version of a neighbour and install it on the device; tell why it is not pinned, and the seconds."""
-    from tensorhub_plugins.core import Client
-
-    live = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
-    pipe.send("ready")
-    with Client(address, run="gpu", model="actor", replica="borrower", transports=("shm", "tcp")) as client:
-        fetched = client.fetch(1, borrow=True)
-        assert pinning.wait_for_background(60)
-        taken = []
-        for _ in range(3):
-            began = time.perf_counter()
-            copy_all([(live, fetched.tensors()["w"])])
-            torch.cuda.synchronize()
-            taken.append(time.perf_counter() - began)
-        pipe.send((fetched.unpinned, min(taken), int(live[::4099].sum())))
 
 
 @pytest.mark.gpu

@@ -401,6 +401,8 @@ class SourceReader:
                 self._busy -= 1
             waited = segment in link.progress.delayed_segments
             names = () if intact else tuple(dict.fromkeys(spec.tensor for spec in manifest.specs_in([segment])))
+            if not intact:
+                self._shut(link)  # before the next reader is begun
             self._notify(events.Arrived(self.shard, self.grant.session, segment, intact, waited, names, by_delta))
             if not intact:
                 raise _Corrupt("sent corrupt bytes", peer=self.grant.worker, phase="read")
@@ -415,10 +417,14 @@ class SourceReader:
         """Return the event that this source is lost, and whether it was ever reached. If it has several endpoints, the
         next reader tries another one first, unless bytes had come over this one before the source cut it."""
         link = self._link
-        if link is not None and len(self._endpoints) > 1 and not (is_cut and link is self._proven):
-            WAYS.shut(link.peer, time.monotonic())
+        if link is not None and not (is_cut and link is self._proven):
+            self._shut(link)
         is_unreached = (link is None or self._misled) and not self._forbidden
         return events.Lost(self.shard, self.grant.session, why, self._refused and is_unreached, is_unreached)
+
+    def _shut(self, link: Link) -> None:
+        if len(self._endpoints) > 1:
+            WAYS.shut(link.peer, time.monotonic())
 
     def _notify(self, event: events.Event | Exception) -> None:
         self._inbox.put((self, event))
