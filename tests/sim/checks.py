@@ -26,6 +26,7 @@ knowing exactly what is true. In both, these are checked whenever they could bre
     stuck       in the calm, everybody finishes
     ghost       in the calm, the hub's holdings, leases and waiters are the workers' own
     forgotten   in the calm, all know the same of what operators have decided
+    kept        in the calm, nobody has more deltas than it may, or is still at work on one
 """
 
 from __future__ import annotations
@@ -43,14 +44,17 @@ from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import Attempt, is_superseded, merged
-from tensorhub_plugins.core.types import CHECKPOINT, ShardKey, domain
+from tensorhub_plugins.core.types import CHECKPOINT, ShardKey, attempt_of, domain, step_of
 
 if TYPE_CHECKING:
     from workers import Link, Worker
     from world import World
 
-SEGMENT_SIZE_BYTES = 8
+ID_SIZE_BYTES = 8
+SEGMENT_SIZE_BYTES = 64
 SEGMENTS = 5
+ERA = 8  # steps, after which all bytes are others
+OVERWRITTEN = b"overwritten".ljust(SEGMENT_SIZE_BYTES)
 
 
 class Violation(AssertionError):
@@ -62,19 +66,32 @@ class Violation(AssertionError):
 # --- what the bytes of a version are ---
 
 
-def some_bytes(*what: object) -> bytes:
-    return hashlib.blake2b(repr(what).encode(), digest_size=SEGMENT_SIZE_BYTES).digest()
+def some_bytes(*what: object, size_bytes: int = ID_SIZE_BYTES) -> bytes:
+    return hashlib.blake2b(repr(what).encode(), digest_size=size_bytes).digest()
+
+
+def _segment(era: object, what: object, shard: int, k: int) -> bytes:
+    """Return bytes that are the same in an era, but for two of them: so that a delta is worth it."""
+    data = bytearray(some_bytes(era, shard, k, size_bytes=SEGMENT_SIZE_BYTES))
+    data[k], data[k + SEGMENT_SIZE_BYTES // 2] = some_bytes(what, shard, k, size_bytes=2)
+    return bytes(data)
 
 
 @lru_cache(maxsize=4096)
 def checkpoint_content(version: int, shard: int) -> tuple[bytes, ...]:
-    return tuple(some_bytes("checkpoint", version, shard, k) for k in range(SEGMENTS))
+    """Return the bytes of a version. Its last segment is the one of every other version, too."""
+    step = step_of(version)
+    changed = ("checkpoint", attempt_of(version), step)
+    return tuple(
+        _segment(("checkpoint", step // ERA), (*changed[:2], step // 2) if k == SEGMENTS - 1 else changed, shard, k)
+        for k in range(SEGMENTS)
+    )
 
 
 def convert(checkpoint: Iterable[tuple[bytes, ...]], shard: int) -> tuple[bytes, ...]:
     """The runtime layout of one shard from all shards of the checkpoint: a torn byte in, a torn shard out."""
     whole = b"".join(segment for content in checkpoint for segment in content)
-    return tuple(some_bytes("runtime", whole, shard, k) for k in range(SEGMENTS))
+    return tuple(_segment("runtime", whole, shard, k) for k in range(SEGMENTS))
 
 
 @lru_cache(maxsize=4096)

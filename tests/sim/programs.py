@@ -40,6 +40,8 @@ def trainer(worker: Worker) -> Program:
         if superseded(worker, reply):
             return
         world.counts["published"] += reply is not None
+        for old in held:
+            world.counts["made_ahead"] += worker.deltas.changes.make_ahead(old.version, CHECKPOINT)
         yield from unpublish(worker, held)
         if met.calm:
             world.last_version = version
@@ -83,8 +85,8 @@ def superseded(worker: Worker, reply: m.Reply | None) -> bool:
 def zombie(worker: Worker) -> Program:
     """A trainer whose former life goes on, as if nothing had happened."""
     world = worker.world
-    for _ in range(6):
-        yield Sleep(world.rng.uniform(0.2, 8.0))
+    for _ in range(10):
+        yield Sleep(world.rng.uniform(0.2, 6.0))
         last = max((key.version for key in worker.offers), default=version_of(0, 1))
         key = ShardKey(last + 1, CHECKPOINT, worker.shard, worker.group.shard_count)
         reply = yield Publish(key, checkpoint_content(last + 1, worker.shard))

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import xxhash
-from checks import SEGMENT_SIZE_BYTES, SEGMENTS, Violation, check_read, check_served, truth
+from changing import Memory, Patches, is_here
+from checks import OVERWRITTEN, SEGMENTS, Violation, check_read, check_served, truth
 
 from tensorhub_plugins.core.client import session as s
-from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, refusal
+from tensorhub_plugins.core.client.changes import Bases, Sender
+from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, VersionGone, refusal
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import is_superseded
@@ -65,10 +66,32 @@ class Offer:
     complete: bool = False
     withdrawn: bool = False
     ready: set[int] = field(default_factory=set)  # segments that are served
+    sender: Sender | None = None
+    readers: int = 0  # that make something of it at this moment
+    is_recycled: bool = False
 
     def reuse(self) -> None:
         """Its memory is used for something else."""
-        self.buffer[:] = [b"overwritten"[:SEGMENT_SIZE_BYTES]] * SEGMENTS
+        self.buffer[:] = [OVERWRITTEN] * SEGMENTS
+
+    # --- for deltas, as the real one ---
+
+    @property
+    def version(self) -> int:
+        return self.key.version
+
+    @property
+    def slab(self) -> Memory:
+        return Memory(self.buffer)
+
+    def attach(self, cut: Callable[[], None]) -> int:
+        if self.withdrawn:
+            raise VersionGone("the source has withdrawn its offer")
+        self.readers += 1
+        return 0
+
+    def detach(self, reader: int) -> None:
+        self.readers -= reader == 0
 
 
 class Link:
@@ -87,6 +110,7 @@ class Link:
         self._todo: list[int] = []
         self._reading = False
         self._late: set[int] = set()
+        self._patches = Patches(self)
         self.world.at(self._latency(), self._open)
 
     def _latency(self) -> float:
@@ -110,6 +134,7 @@ class Link:
                 self.break_("not offered")
                 return
             self.source, self.offer = source, offer
+            self._patches.opened()
             self.world.links[self] = None
             event = r.Opened(self.key.shard, self.grant.session, offer.manifest)
             self.reader.later(self._latency(), lambda: self._tell(event))
@@ -126,6 +151,7 @@ class Link:
 
     def read(self, segments: tuple[int, ...]) -> None:
         self._todo += segments
+        self._patches.ask(segments)
         if not self._reading:
             self._reading = True
             self._since = self.world.now
@@ -169,33 +195,38 @@ class Link:
         check_read(self.world, self)
         data = self.offer.buffer[segment]
         check_served(self, segment, data)
+        frame = self._patches.answer(segment)
         if not self.offer.complete:
             self.world.counts["pipelined_segments"] += 1
         if self.grant.location.data_center != self.reader.group.location.data_center:
             self.world.crossed[self.key, self.reader.group.location.data_center, segment] += 1
         if self.world.rng.random() < self.world.faults.corrupt:
             self.world.counts["corrupt_segments"] += 1
-            data = bytes([data[0] ^ 1]) + data[1:]
+            sent = data if frame is None else frame
+            sent = bytes([sent[0] ^ 1]) + sent[1:]
+            data, frame = (sent, None) if frame is None else (data, sent)
         latency = self._latency() + (
             self.world.rng.uniform(0.2, 1.5) if self.world.now < self.source.tired_until else 0.0
         )
-        self.reader.later(latency, lambda: self._arrive(segment, data))
+        self.reader.later(latency, lambda: self._arrive(segment, data, frame))
 
-    def _arrive(self, segment: int, data: bytes) -> None:
+    def _arrive(self, segment: int, data: bytes, frame: bytes | None) -> None:
         if not self.is_open:
             return
         assert self.offer is not None
         buffer = self.transfer.buffers[self.key.shard]
-        if (
-            self.world.verify
-            and buffer[segment]
-            and xxhash.xxh3_128_digest(buffer[segment]) == self.offer.manifest.digest(segment)
-        ):
+        digest = self.offer.manifest.digest(segment)
+        if self.world.verify and buffer[segment] and is_here(buffer[segment], digest):
             raise Violation("twice", self.world, f"{self.reader.name} reads segment {segment} of {self.key} again")
-        buffer[segment] = data
-        intact = xxhash.xxh3_128_digest(data) == self.offer.manifest.digest(segment)
-        intact = intact or not self.world.verify
-        self._tell(r.Arrived(self.key.shard, self.grant.session, segment, intact, segment in self._late))
+        if self._patches.make(segment, frame, buffer, self.offer.manifest):
+            if frame is None:
+                buffer[segment] = data
+            intact = not self.world.verify or is_here(buffer[segment], digest)
+            waited, by_delta = segment in self._late, frame is not None
+            self._tell(r.Arrived(self.key.shard, self.grant.session, segment, intact, waited, (), by_delta))
+        else:  # asked for again, whole
+            self._todo.append(segment)
+            self._patches.ask((segment,))
         self.world.at(0.0, self._read)
 
     def break_(self, why: str) -> None:
@@ -234,6 +265,7 @@ class Transfer:
         self.buffers: dict[int, list[bytes]] = {}
         self.links: dict[tuple[int, bytes], Link] = {}
         self.offers: dict[ShardKey, Offer] = {}  # what was prepared, whether or not it is on the shelf
+        self.bases: dict[int, Bases] = {}
         worker.transfers[self] = None
         self._timer = float("inf")
         self.feed(r.Directed(worker.machine.directive))
@@ -253,11 +285,7 @@ class Transfer:
                     self.buffers.setdefault(key.shard, [b""] * SEGMENTS)
                     self.links[key.shard, grant.session] = Link(self, key, grant, request_id)
                 case r.Prepare(key, manifest):
-                    offer = self.offers[key] = Offer(
-                        key, self.buffers[key.shard], manifest, shelf.readings[self.read].since(key)
-                    )
-                    worker.carry_out(shelf.prepare(self.read, key, offer))
-                    self.feed(r.Prepared(key.shard, tuple(range(SEGMENTS))))
+                    self._prepare(key, manifest)
                 case r.Read(shard, session, segments):
                     self.links[shard, session].read(segments)
                 case r.Verified(shard, _, segment):
@@ -278,6 +306,20 @@ class Transfer:
         if not self.machine.finished and due < self._timer:
             self._timer = due
             worker.later(due - self.world.now, lambda: self._fire(due))
+
+    def _prepare(self, key: ShardKey, manifest: Manifest) -> None:
+        worker, shelf = self.worker, self.worker.shelf
+        buffer, was = worker.deltas.take(key)
+        self.buffers[key.shard] = buffer
+        offer = self.offers[key] = Offer(key, buffer, manifest, shelf.readings[self.read].since(key))
+        worker.carry_out(shelf.prepare(self.read, key, offer))
+        here, bases = worker.deltas.prepare(key, manifest, buffer, was)
+        for segment in sorted(here):
+            worker.carry_out(shelf.verified(self.read, key, segment))
+        if bases is not None:
+            self.bases[key.shard] = bases
+        needed = tuple(segment for segment in range(SEGMENTS) if segment not in here)
+        self.feed(r.Prepared(key.shard, needed, based=0 if bases is None else bases.count))
 
     def _fire(self, due: float) -> None:
         if due == self._timer and not self.machine.finished:
@@ -347,5 +389,5 @@ class Transfer:
         after = self.worker.machine.last_request_id + 1 if restarts else None
         self.worker.carry_out(self.worker.shelf.drop(self.read, restarts_after=after))
         for offer in self.offers.values():
-            offer.reuse()
-        self.offers, self.buffers = {}, {}
+            self.worker.deltas.recycle(offer)
+        self.offers, self.buffers, self.bases = {}, {}, {}

@@ -5,16 +5,20 @@ A failure names its seed; `python tests/sim/programs.py SEED` replays it and pri
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import broken_hubs
+import changing
 import choose
 import programs
 import pytest
+import reading
 from broken_shelves import (
     DropsWhatItIsToRetain,
     ExpectsNothing,
@@ -29,9 +33,11 @@ from broken_shelves import (
 )
 from checks import Violation
 from programs import cluster, simulate
-from world import Faults, Lasting
+from world import Faults, Lasting, World
 
 from tensorhub_plugins.core.client import session as s
+from tensorhub_plugins.core.client.changes import Bases, Sender
+from tensorhub_plugins.core.deltas.cache import Deltas
 from tensorhub_plugins.core.hub import candidates
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.protocol import messages as m
@@ -72,6 +78,8 @@ def test_the_rules_hold_under_faults_and_everybody_finishes() -> None:
         "waited_for_offer", "pinned", "unpinned", "withdrawn", "told_to_stop", "went_back", "haunted", "resumed_lower",
         "zombie_refused", "superseded_copies", "rivals", "not_begun", "held_for_others",
         "hub_freezes", "publish_expired",
+        "by_delta", "chains", "deltas_passed_on", "made_ahead", "in_place", "copied_equal", "hint_was_wrong",
+        "poisoned", "lost_deltas", "base_was_lost", "delta_was_wrong", "deltas_refused",
     }  # fmt: skip
     first = choose.stored() if "TENSORHUB_SIM_SEEDS" not in os.environ else list(range(SEEDS))
     total = outcomes_of(first)
@@ -187,11 +195,13 @@ def test_one_copy_crosses_a_long_way_and_the_others_follow_it(monkeypatch: pytes
 
 # The seeds in which some were last reported. They come first; then all, as what happens in a seed changes.
 LAST_SEEN = {
+    "asks_for_deltas_for_ever": 11,
     "asks_nobody_for_a_copy": 8,
-    "believes_late_words": 13,
+    "believes_late_words": 127,
     "counts_spot_nodes": 33,
-    "hears_zombies": 155,
-    "shows_what_is_superseded": 50,
+    "hears_zombies": 315,
+    "reads_on_for_ever": 1,
+    "shows_what_is_superseded": 19,
 }
 
 
@@ -199,6 +209,7 @@ def control_seeds(broken: Any) -> list[int]:
     return [LAST_SEEN.get(broken.__name__, 0), *range(CONTROL_SEEDS)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("rule", "broken"),
@@ -233,6 +244,7 @@ def test_a_broken_rule_of_the_hub_is_caught(rule: str, broken: broken_hubs.Broke
     pytest.fail(f"{CONTROL_SEEDS} seeds with a broken rule, and nobody noticed")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("rule", "broken"),
@@ -257,6 +269,88 @@ def test_a_broken_rule_of_the_shelf_is_caught(rule: str, broken: type[Any]) -> N
 def test_a_reader_that_does_not_verify_is_caught() -> None:
     found = next(filter(None, (violation(seed, verify=False) for seed in range(CONTROL_SEEDS))))
     assert found.rule == "torn", found
+
+
+# --- of deltas ---
+
+
+def believes_what_memory_held(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(changing, "is_here", lambda data, digest: True)
+
+
+def keeps_every_delta(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Deltas, "fit", lambda self, size_bytes: setattr(self, "_size_bytes_max", 1 << 30))
+
+
+def reads_on_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reading.Offer, "detach", lambda self, reader: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "broken"),
+    [
+        ("torn served", believes_what_memory_held),
+        ("kept", keeps_every_delta),
+        ("kept", reads_on_for_ever),
+    ],
+)
+def test_a_broken_rule_of_deltas_is_caught(
+    rule: str, broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    found = next(filter(None, map(violation, control_seeds(broken))))
+    assert found.rule in rule.split(), found
+
+
+def asks_for_deltas_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """A reader asks again for a delta that was wrong, and the source sends the same one."""
+    patch.setattr(Sender, "refuse", lambda *_: None)
+    patch.setattr(changing.Patches, "knows_as_wrong", lambda *_: False)
+    patch.setattr(Bases, "patched", lambda *_: None)  # which counts them
+
+
+@pytest.mark.parametrize("asks_whole", [True, False], ids=["it asks for all of it", "the control"])
+def test_where_no_delta_is_ever_right_everybody_finishes(asks_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the two ends knew different codecs."""
+    monkeypatch.setattr(Bases, "patch", lambda *_: None)
+    if asks_whole:
+        total = simulate(1)
+        assert total["delta_was_wrong"] and not total["by_delta"]
+        return
+    asks_for_deltas_for_ever(monkeypatch)
+    found = next(filter(None, map(violation, control_seeds(asks_for_deltas_for_ever))))
+    assert found.rule == "stuck", found
+
+
+def offers_after(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[World, list[reading.Offer]]:
+    """Return a world at its end, and the offers of all its workers that are still in memory."""
+    made: weakref.WeakSet[reading.Offer] = weakref.WeakSet()
+    original = reading.Offer.__init__
+
+    def init(self: reading.Offer, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        made.add(self)
+
+    world = cluster(seed)
+    with monkeypatch.context() as patch:
+        patch.setattr(reading.Offer, "__init__", init)
+        world.run()
+    world._queue.clear()  # what was to be done later
+    gc.collect()
+    return world, list(made)
+
+
+@pytest.mark.parametrize("is_weak", [True, False], ids=["as it is", "the control"])
+def test_deltas_keep_no_version_alive(is_weak: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Senders, bases and caches: what is offered no more is gone."""
+    kept: list[object] = []
+    if not is_weak:
+        original = Sender.__init__
+        monkeypatch.setattr(Sender, "__init__", lambda self, *given: kept.append(given) or original(self, *given))
+    world, left = offers_after(0, monkeypatch)
+    offered = {offer for worker in world.workers.values() for offer in worker.offers.values()}
+    assert offered and (set(left) == offered) == is_weak
 
 
 def violation(seed: int, **broken: Any) -> Violation | None:

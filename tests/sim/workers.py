@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+from changing import Holder
 from checks import SEGMENTS, Violation, manifest_of, some_bytes
 from reading import INFINITY, LATE_S, Got, Offer, Replicate, Transfer
 from world import World
@@ -176,6 +177,7 @@ class Worker:
         self.haunts: Callable[[Worker], Program] | None = None  # a former life that others take for dead
         self.outcome = 0  # the version that the last read gave; 0: there was none; FAILED
         self.shelf: Shelf[Offer] = self.world.shelf_class()
+        self.deltas = Holder(self)
         self.waiting: dict[int, Callable[[m.Reply | None], None]] = {}
         self.transfers: dict[Transfer, None] = {}
         self._timer = float("inf")
@@ -363,7 +365,7 @@ class Worker:
                 self.shelf.announced(key, manifest)
             else:  # also when the version was withdrawn meanwhile
                 self.carry_out(self.shelf.refused(key, offer))
-                offer.reuse()
+                self.deltas.recycle(offer)
             then(reply)
 
         self.carry_out(effects, self.world.now + self.world.rng.choice([2.0, 30.0]), answered)
@@ -380,7 +382,7 @@ class Worker:
         keep = reply is None or (isinstance(reply, m.Unpublished) and reply.must_retain)
         self.carry_out(self.shelf.unpublished(ticket, keep=keep))
         for offer in offers:
-            offer.reuse()
+            self.deltas.recycle(offer)
         what = "unpublished" if not keep else "kept" if reply is not None else "kept_without_hub"
         self.world.counts[what] += 1
 

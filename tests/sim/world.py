@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from changing import check_nothing_is_kept
 from checks import (
     Violation,
     check_domains,
@@ -61,6 +62,7 @@ class Faults:
     tire_every_s: float = 0.0  # a worker that answers, but serves slowly
     cut_every_s: float = 0.0  # a worker's line to the hub
     hub_freeze_every_s: float = 0.0  # what is said to it lies in buffers meanwhile
+    harm_every_s: float = 0.0  # a worker's deltas are lost, or poisoned
 
     @classmethod
     def random(cls, rng: random.Random) -> Faults:
@@ -75,6 +77,7 @@ class Faults:
             tire_every_s=rng.choice([0.0, 6.0, 20.0]),
             cut_every_s=rng.choice([0.0, 12.0, 30.0]),
             hub_freeze_every_s=random.Random(rng.getstate()[1][1]).choice([0.0, 12.0, 25.0]),  # leaves rng as it is
+            harm_every_s=random.Random(rng.getstate()[1][2]).choice([0.0, 1.0, 4.0]),  # the same
         )
 
 
@@ -105,6 +108,7 @@ class World:
         self.seed, self.shelf_class, self.verify = seed, shelf_class, verify
         self.rng = random.Random(seed)
         self.now = 0.0
+        self.harm = random.Random(f"deltas {seed}")  # of its own, as deltas come and go with what they are tested for
         self.faults = Faults.random(self.rng)
         self.lasting = Lasting()
         self.calm = False
@@ -184,6 +188,7 @@ class World:
         self._every(lambda: self.faults.freeze_every_s, self._freeze)
         self._every(lambda: self.faults.cut_every_s, self._cut)
         self._every(lambda: self.faults.tire_every_s, self._tire)
+        self._every(lambda: self.faults.harm_every_s, self._harm)
         self.run_until(FAULTS_S)
         self.calm, self.faults = True, Faults()
         for worker in list(self.workers.values()):
@@ -200,6 +205,7 @@ class World:
         check_domains(self)
         check_no_ghosts(self)
         check_nothing_forgotten(self)
+        check_nothing_is_kept(self)
         return self.counts
 
     def _every(self, mean_s: Callable[[], float], action: Callable[[], None]) -> None:
@@ -261,6 +267,10 @@ class World:
         if self.workers:
             self.counts["tired"] += 1
             self.rng.choice(list(self.workers.values())).tired_until = self.now + self.rng.choice([2.0, 8.0])
+
+    def _harm(self) -> None:
+        if self.workers:
+            self.harm.choice(list(self.workers.values())).deltas.harm(self.harm)
 
     def _cut(self) -> None:
         if self.workers:
