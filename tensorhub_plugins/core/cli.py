@@ -239,8 +239,8 @@ def _add_measures(commands: Any) -> None:
     bench = commands.add_parser("bench", help="how fast the store reads from another host, beside one bare stream")
     where = bench.add_mutually_exclusive_group(required=True)
     where.add_argument("host", nargs="?", metavar="HOST[:PORT]", help="read from there, where --serve runs")
-    words = "be the host that others measure, until Ctrl-C, at this port (default: 7076)"
-    where.add_argument("--serve", nargs="?", type=int, const=7076, metavar="PORT", help=words)
+    words = f"be the host that others measure, until Ctrl-C, at this port (default: {machine.BENCH_PORT})"
+    where.add_argument("--serve", nargs="?", type=int, const=machine.BENCH_PORT, metavar="PORT", help=words)
     bench.add_argument("--mb", type=int, default=256, metavar="N", help="to serve (default: %(default)s)")
     bench.add_argument("--rounds", type=int, default=5, metavar="N", help="(default: %(default)s)")
     bench.add_argument("--timeout", type=_seconds, default=60.0, metavar="S", help="of all (default: %(default)g)")

@@ -16,7 +16,7 @@ from tensorhub_plugins.core import step_of
 from tensorhub_plugins.vllm.engine.core import Following, lag_of, why_refused
 
 PREFIX = "tensorhub_engine_"
-# vLLM's own (0.33, of its routes for weights, which an engine that follows does not use): here of each install.
+# vLLM's own (from 0.32 on, of its routes for weights, which an engine that follows does not use): here of each install.
 DURATION = "vllm:rl_weight_update_operation_duration_seconds"
 IN_FLIGHT = "vllm:rl_weight_update_operations_in_flight"
 BUCKETS_S = (0.01, 0.1, 1, 10, 30, 60, 120, 300, 600)

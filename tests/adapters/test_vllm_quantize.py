@@ -22,6 +22,7 @@ import torch
 from packaging.version import Version
 from vllm_layers import only_rank
 
+from recipes.bench.big.worker import Kernel, Layers
 from tensorhub_plugins.core import Client, Deadline, start_server
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import contract, quantize, references
@@ -64,23 +65,6 @@ def test_the_numbers_are_those_of_verls_kernel(tmp_path: Path) -> None:
         assert torch.allclose(values.float() * spread, tensor.float(), atol=0.2)
 
 
-class _Kernel:
-    """Reads the scale that it remembers, as vLLM's do."""
-
-    scale: torch.Tensor | None = None
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        self.scale = layer.weight_scale_inv.data
-
-
-class _Model(torch.nn.Module):
-    def load_weights(self, weights: Any) -> set[str]:
-        parameters = dict(self.named_parameters())
-        for name, tensor in weights:
-            parameters[name].weight_loader(parameters[name], tensor)
-        return set(parameters)
-
-
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
@@ -90,7 +74,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield made
 
 
-def make(config: Any, monkeypatch: pytest.MonkeyPatch, size: int = 384) -> _Model:
+def make(config: Any, monkeypatch: pytest.MonkeyPatch, size: int = 384) -> Layers:
     """A quantized layer between two that are not."""
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear
@@ -98,8 +82,8 @@ def make(config: Any, monkeypatch: pytest.MonkeyPatch, size: int = 384) -> _Mode
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **settings: _Kernel(), raising=False)
-    model = _Model()
+    monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **settings: Kernel(), raising=False)
+    model = Layers()
     with torch.device("cpu"):
         model.gate = ReplicatedLinear(256, 8, bias=False, prefix="gate")
         model.linear = ColumnParallelLinear(256, size, bias=False, quant_config=config.quant_config, prefix="linear")
@@ -113,9 +97,9 @@ def make(config: Any, monkeypatch: pytest.MonkeyPatch, size: int = 384) -> _Mode
     return model
 
 
-def kernel(model: Any) -> _Kernel:
+def kernel(model: Any) -> Kernel:
     method = vars(model.linear.quant_method).values()
-    return next(each for each in method if isinstance(each, _Kernel))
+    return next(each for each in method if isinstance(each, Kernel))
 
 
 def checkpoint(seed: int) -> dict[str, torch.Tensor]:

@@ -149,7 +149,8 @@ class Changes:
 
         def overwritten(start: int, stop: int) -> bytes:
             segment, source = start // size_bytes, new.readable(start, stop)
-            delta = self._difference(old, segment, slab.readable(start, stop), source)
+            is_worth = self.deltas.is_worth(self._rate)
+            delta = self._difference(old, segment, slab.readable(start, stop), source) if is_worth else None
             with slab.writable(start, stop) as views:
                 copy_views(source, views)
                 digest = digest_of(views, algorithm)
@@ -167,8 +168,6 @@ class Changes:
         self, manifest: Manifest, segment: int, old: Sequence[memoryview], new: Sequence[memoryview]
     ) -> bytes | None:
         """Return the delta of one segment; None: it is not worth it."""
-        if not self.deltas.is_worth(self._rate):
-            return None
         began, before, after = time.monotonic(), _joined(old), _joined(new)
         delta = codec.encode(before, after, spans_of(manifest, segment), native.kernel())
         self.deltas.took(before.size, time.monotonic() - began, delta)
@@ -176,22 +175,16 @@ class Changes:
 
     def make(self, old: Offer, new: Offer, segment: int, rate: float) -> bytes | None:
         """Return the delta of one segment between two offers; None: it is not worth it, or one of them is withdrawn."""
-        (start, stop), began = new.manifest.segment_range(segment), 0.0
-
-        def make() -> bytes | None:
-            nonlocal began
-            began = time.monotonic()
-            before, after = (_joined(offer.slab.readable(start, stop)) for offer in (old, new))
-            return codec.encode(before, after, spans_of(new.manifest, segment), native.kernel())
-
         base, wanted = old.manifest.digest(segment), new.manifest.digest(segment)
         if base == wanted:
             return None
+
+        def make() -> bytes | None:
+            before, after = (offer.slab.readable(*new.manifest.segment_range(segment)) for offer in (old, new))
+            return self._difference(new.manifest, segment, before, after)
+
         with suppress(VersionGone, UsageError), _Reading(old), _Reading(new):
-            delta = self.deltas.made(base, wanted, make, rate=rate)
-            if began:
-                self.deltas.took(stop - start, time.monotonic() - began, delta)
-            return delta
+            return self.deltas.made(base, wanted, make, rate=rate)
         return None
 
 

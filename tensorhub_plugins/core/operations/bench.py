@@ -27,7 +27,7 @@ from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, NotPublished, TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.server import Server
-from tensorhub_plugins.core.operations.machine import line_of, server_at
+from tensorhub_plugins.core.operations.machine import BENCH_PORT, line_of, server_at
 from tensorhub_plugins.core.operations.status import fetch_status
 from tensorhub_plugins.core.protocol import advertised
 from tensorhub_plugins.core.protocol.address import (
@@ -42,7 +42,6 @@ from tensorhub_plugins.core.protocol.reach import format_address, is_of_one_host
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import HOSTS_MAX
 
-PORT = 7076
 RUN, SERVED, ABOUT, ABOUT_BYTES = "tensorhub-bench", "served", "about", 256
 BLOCK_BYTES = 8 << 20  # of one tensor: over a slow link fewer of them are read
 SIZE_MB, SIZE_MB_MAX, MB = 256, 65_536, 1e6
@@ -113,10 +112,11 @@ def _all_addresses() -> list[str]:
     """Return those of this host at which another one may reach it, that of the default route first."""
     found = list[str]()
     with suppress(TensorHubError):
-        found = addresses_towards(format_address("tcp", ELSEWHERE, PORT), Deadline.after(CONNECT_S))
+        found = addresses_towards(format_address("tcp", ELSEWHERE, BENCH_PORT), Deadline.after(CONNECT_S))
     with suppress(TensorHubError, OSError):
         found += advertised.addresses_of(",".join(name for _, name in socket.if_nameindex()))
-    return [each for each in dict.fromkeys(found) if not is_of_one_host(format_address("tcp", each, PORT))][:HOSTS_MAX]
+    others = [each for each in dict.fromkeys(found) if not is_of_one_host(format_address("tcp", each, BENCH_PORT))]
+    return others[:HOSTS_MAX]
 
 
 def _named(blocks: torch.Tensor | Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -144,7 +144,7 @@ def measure(host: str, keys: Keys | None, *, rounds: int = 5, timeout_s: float =
     """Measure against `tensorhub bench --serve` at HOST, or HOST:PORT. It ends in about timeout_s; what takes longer is
     read in smaller pieces, or fewer rounds, and the result says so. share: of its part of the time one read is to take,
     by what the first block took. Raise TensorHubError with what to do."""
-    deadline, (name, port) = Deadline.after(timeout_s), host_and_port(host, PORT)
+    deadline, (name, port) = Deadline.after(timeout_s), host_and_port(host, BENCH_PORT)
     address, notes = format_address("tcp", name, port), list[str]()
     with _joined(address, keys, f"start `tensorhub bench --serve` there, and open its port {port}", deadline) as (
         client,

@@ -40,7 +40,7 @@ GB = 1e9
 FILES_FEW, THREADS_FEW, SHM_FEW_BYTES, MEMORY_FEW_BYTES = 4096, 4096, 1 << 30, 1 << 30
 MESSAGE_BYTES_MAX = 4096
 CONNECT_S = 5.0
-PORT = 7075  # of --listen
+PORT, BENCH_PORT = 7075, 7076  # of --listen, and of `tensorhub bench --serve`
 # Another process: what a peer that shares memory would read.
 OF_A_CHILD = (
     "import ctypes,sys;b=ctypes.create_string_buffer(b'x');print(ctypes.addressof(b),flush=True);sys.stdin.read()"
