@@ -12,7 +12,7 @@ import torch
 from tensorhub_plugins.core import Slab, UsageError
 from tensorhub_plugins.vllm import names
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.worker import fingerprint, weights
+from tensorhub_plugins.vllm.worker import cpu, fingerprint, weights
 
 
 class Model(torch.nn.Module):
@@ -51,6 +51,38 @@ def test_views_that_take_turns_in_their_memory_are_one_tensor() -> None:
     Slab.adopt(found)
     weights.copy_tensors(found, weights.tensors(other))
     assert torch.equal(one.mla.W_UK_T, other.mla.W_UK_T) and torch.equal(one.mla.W_UV, other.mla.W_UV)
+
+
+class PackedMLA(torch.nn.Module):
+    """What vLLM's MLA does on a CPU with AMX: it packs into its implementation, and frees what it packed."""
+
+    is_amx_bmm_enabled = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = torch.nn.Linear(3, 4, bias=False)
+        self.impl = SimpleNamespace(_w_uk_packed=None, _w_uv_packed=None)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        self.impl._w_uk_packed, self.impl._w_uv_packed = self.kv_b_proj.weight.detach().to(act_dtype).clone().chunk(2)
+        self.kv_b_proj.weight = torch.nn.Parameter(torch.empty(0))
+
+
+def test_what_mla_packs_for_amx_is_seen_and_stays_in_its_place() -> None:
+    model = PackedMLA()
+    process = cpu._living_mla(PackedMLA.process_weights_after_loading)
+    process(model, torch.float32)
+    root = torch.nn.Module()
+    root.mla = model
+    before = weights.tensors(root)
+    assert set(before) == {"mla.W_K", "mla.W_V", "mla.kv_b_proj.weight"}
+    with torch.no_grad():
+        model.kv_b_proj.weight += 1
+    process(model, torch.float32)
+    after = weights.tensors(root)
+    assert {name: each.data_ptr() for name, each in after.items()} == {n: e.data_ptr() for n, e in before.items()}
+    assert torch.equal(torch.cat([model.impl._w_uk_packed, model.impl._w_uv_packed]), model.kv_b_proj.weight)
+    assert model.impl._w_uk_packed is model.W_K and model.impl._w_uv_packed is model.W_V
 
 
 def test_writing_them_writes_the_model() -> None:

@@ -1,9 +1,10 @@
 """vLLM on a CPU, whose stock build hides weights from the store; nothing here has an effect on a GPU.
 
 Linear layers move their weights into a oneDNN handle and leave an empty parameter. Output heads keep the parameter but
-compute with a packed copy: a tied head then looks up new rows and scores with old ones, silently. Experts are packed
-only the first time they are loaded. `live_layers` keeps linears and heads on their parameters, and a reload makes
-experts pack again (`forget_expert_kernels`).
+compute with a packed copy: a tied head then looks up new rows and scores with old ones, silently. MLA on a CPU with AMX
+hides its packed matrices in the attention's implementation and empties the parameter that they are made of. Experts are
+packed only the first time they are loaded. `live_layers` keeps linears and heads on their parameters and MLA's matrices
+in one place, where they are seen; a reload makes experts pack again (`forget_expert_kernels`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import torch
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.worker import online
 
+# MLA's matrices on a CPU with AMX: as weights.PLAIN_ATTRIBUTES has them, and as the implementation does.
+AMX_MLA = {"W_K": "_w_uk_packed", "W_V": "_w_uv_packed", "W_K_scale": "_w_scale"}
+
 
 @contextmanager
 def live_layers() -> Iterator[None]:
-    """Have unquantized CPU layers that finish loading inside compute with their parameters from then on.
+    """Have unquantized CPU layers, and MLA, that finish loading inside compute with visible weights from then on.
 
     Open around load_model and around a reload. Does nothing on other platforms.
     """
@@ -30,17 +34,18 @@ def live_layers() -> Iterator[None]:
     if not current_platform.is_cpu():
         yield
         return
+    from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    classes = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-    stock = [cls.process_weights_after_loading for cls in classes]
+    living = {UnquantizedLinearMethod: _living, UnquantizedEmbeddingMethod: _living, MLAAttention: _living_mla}
+    stock = {cls: cls.process_weights_after_loading for cls in living}
     try:
-        for cls, original in zip(classes, stock, strict=True):
-            cls.process_weights_after_loading = _living(original)
+        for cls, wrapped in living.items():
+            cls.process_weights_after_loading = wrapped(stock[cls])
         yield
     finally:
-        for cls, original in zip(classes, stock, strict=True):
+        for cls, original in stock.items():
             cls.process_weights_after_loading = original
 
 
@@ -53,6 +58,26 @@ def _living(original: Any) -> Any:
             return
         layer.cpu_linear = torch.nn.functional.linear
         method.process_weights_after_loading = partial(process_weights_after_loading, method)
+
+    return process_weights_after_loading
+
+
+def _living_mla(original: Any) -> Any:
+    """Return a process_weights_after_loading that leaves the matrices where the first were, and the parameter full."""
+
+    def process_weights_after_loading(attention: Any, act_dtype: torch.dtype) -> None:
+        if not getattr(attention, "is_amx_bmm_enabled", False):
+            original(attention, act_dtype)
+            return
+        weight = attention.kv_b_proj.weight
+        original(attention, act_dtype)
+        attention.kv_b_proj.weight = weight
+        for ours, theirs in AMX_MLA.items():
+            packed, live = getattr(attention.impl, theirs, None), vars(attention).get(ours)
+            if live is not None and packed is not None:
+                setattr(attention.impl, theirs, live.copy_(packed))
+            elif packed is not None:
+                setattr(attention, ours, packed)
 
     return process_weights_after_loading
 
