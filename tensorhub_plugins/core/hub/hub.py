@@ -597,8 +597,7 @@ class Hub:
             self._publishing.doubt(lease, shard, release.corrupt, now)
         way, size_bytes, wire_size_bytes = release.came
         if shard in lease.sources and way in WAYS:
-            worker.history.read_bytes[way] += size_bytes
-            worker.history.wire_bytes += wire_size_bytes
+            worker.history.note_read(way, size_bytes, wire_size_bytes)
         for each in list(lease.sources) if shard is None else [shard]:
             source = self.registry.workers.get(lease.sources.get(each, b""))
             if release.lost and source is not None:

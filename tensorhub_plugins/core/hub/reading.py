@@ -11,8 +11,8 @@ import msgspec
 from tensorhub_plugins.core.hub import selection
 from tensorhub_plugins.core.hub.candidates import Verdict
 from tensorhub_plugins.core.hub.following import gone
-from tensorhub_plugins.core.hub.registry import OWED_TIMES, Registry
-from tensorhub_plugins.core.hub.state import Lease, Pending, Version, Worker
+from tensorhub_plugins.core.hub.registry import EXTEND_SHARE, OWED_TIMES, Registry, beside
+from tensorhub_plugins.core.hub.state import Claim, Lease, Pending, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.security.leases import issue, name_of
 from tensorhub_plugins.core.types import CHECKPOINT, FAR, HOST, ShardKey, distance
@@ -194,14 +194,20 @@ class Reading:
         if worked <= worker.worked:
             return
         worker.worked = worked
+        until = now + self._registry.limits.claim_s
         for claim in worker.claims.values():
-            more_s = min(now + self._registry.limits.claim_s, claim.until) - claim.deadline
-            if more_s > 0 and claim.is_waited_for:
-                claim.deadline += more_s
-                if claim.charged_s:
-                    owed, cut = worker.history.owed_until, (claim.key.layout, claim.key.shard_count)
-                    claim.charged_s += OWED_TIMES * more_s
-                    owed[cut] = owed.get(cut, now) + OWED_TIMES * more_s
+            if claim.is_waited_for and until - claim.deadline >= EXTEND_SHARE * self._registry.limits.claim_s:
+                self._extend(claim, until, now)
+
+    def _extend(self, claim: Claim, until: float, now: float) -> None:
+        """Extend it with those of its replica's other shards: for each of them others wait, and one has the charge."""
+        owed, cut = claim.worker.history.owed_until, (claim.key.layout, claim.key.shard_count)
+        for each in (claim, *beside(claim)):
+            more_s = max(0.0, min(until, each.until) - each.deadline)
+            each.deadline += more_s
+            if each.charged_s and more_s:
+                each.charged_s += OWED_TIMES * more_s
+                owed[cut] = owed.get(cut, now) + OWED_TIMES * more_s
 
     def _gives_way(self, pending: Pending, acquire: m.Acquire, now: float) -> bool:
         """Return whether to wait for another engine of this host, which converted the last version and has the memory

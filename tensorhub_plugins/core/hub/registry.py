@@ -46,6 +46,7 @@ LEASE_BOUNDS_KEPT_MAX = 2048  # per session, twice the leases that it may have
 TIMERS_KEPT_MIN = 1024  # beyond that, at most twice those that are current
 REFUSED_HEARTBEATS = 3  # of silence, of a worker whose address refuses connections
 CLAIM_TIMES_MAX = 10  # as long as was expected: for a worker that works on others wait no longer
+EXTEND_SHARE = 0.1  # of claim_s: a claim is extended by no less, as that looks at all of its version
 OWED_MAX = 2  # successive claims of readers' keys on a layout that may fail
 OWED_TIMES = 10  # for so many times the duration of such a claim, no other one is waited for
 UNUSED_HEARTBEATS = 10  # a segment takes less, and a reader that first needs memory can read elsewhere
@@ -67,7 +68,7 @@ def _add(counter: Counter[Key], key: Key, change: int) -> None:
         del counter[key]
 
 
-def _beside(claim: Claim) -> Iterator[Claim]:
+def beside(claim: Claim) -> Iterator[Claim]:
     """Yield the claims of the other shards of its replica."""
     key, group = claim.key, claim.worker.group
     for other in claim.version.claims.values():
@@ -560,7 +561,7 @@ class Registry:
     def _charge(self, claim: Claim, now: float) -> None:
         """Charge once for all shards of its replica, which are to be converted by the same deadline."""
         cut, history, claim_s = (claim.key.layout, claim.key.shard_count), claim.worker.history, claim.deadline - now
-        if (other := next(_beside(claim), None)) is not None:
+        if (other := next(beside(claim), None)) is not None:
             claim.is_waited_for, claim.deadline, claim.until = other.is_waited_for, other.deadline, other.until
             return
         owed = history.owed_until = {each: until for each, until in history.owed_until.items() if until > now}
@@ -578,7 +579,7 @@ class Registry:
         if claim is None or claim.worker is not worker:
             return
         cut, owed = (key.layout, key.shard_count), worker.history.owed_until
-        if claim.charged_s and (other := next(_beside(claim), None)) is not None:
+        if claim.charged_s and (other := next(beside(claim), None)) is not None:
             other.charged_s = claim.charged_s  # its replica is still waited for
         elif claim.charged_s and cut in owed:  # charge only the time that was waited in vain
             owed[cut] -= claim.charged_s if converted else min(claim.charged_s, OWED_TIMES * (claim.deadline - now))

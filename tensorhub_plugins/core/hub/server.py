@@ -402,10 +402,13 @@ class Server(OfThisProcess):
 
 def _frame(message: messages.HubMessage) -> bytes:
     """Return the encoded message, or a refusal in place of an answer that is too large for a client to take."""
-    frame = messages.encode(message)
-    if len(frame) <= messages.FROM_HUB_SIZE_BYTES_MAX:
-        return frame
-    text = f"the answer has {len(frame)} bytes, and none may have more than {messages.FROM_HUB_SIZE_BYTES_MAX}"
+    try:
+        frame = messages.encode(message)
+        if len(frame) <= messages.FROM_HUB_SIZE_BYTES_MAX:
+            return frame
+        text = f"the answer has {len(frame)} bytes, and none may have more than {messages.FROM_HUB_SIZE_BYTES_MAX}"
+    except OverflowError as error:  # a sum of numbers of peers, of 64 bits or more
+        text = f"the answer cannot be sent: {error}"
     return messages.encode(messages.Refused(getattr(message, "request_id", 0), "UsageError", text))
 
 

@@ -21,6 +21,7 @@ GroupId: TypeAlias = tuple[str, int, Role, str]  # replica, shard count, role, j
 ROOTS_KEPT_MAX = 65_536  # shards of versions that no worker holds any more: 250 versions of 256 shards, 16 MB
 VERSION_SIZE_BYTES = 64  # of one version in an answer, about, without the names
 SHOWN_MAX = m.WITHDRAWN_MAX + 1  # one is left if all that a directive can name are withdrawn
+READ_BYTES_MAX = 1 << 62
 LOST_MAX = 64  # workers of one model, the last ones: operators look at them one by one
 
 
@@ -120,7 +121,7 @@ class Bound:
         """Take a new count. The first one is no rate: the hub may have been started in the middle of the read."""
         if progress > self.progress:
             if self.progress and now > self.progress_at:
-                self.bytes_per_s = (progress - self.progress) / (now - self.progress_at)
+                self.bytes_per_s = min((progress - self.progress) / (now - self.progress_at), float(m.COUNT_MAX))
             self.progress, self.progress_at = progress, now
 
 
@@ -442,6 +443,11 @@ class History:
         if number not in self.shown:
             self.shown = dict(sorted({**self.shown, number: now}.items())[-SHOWN_MAX:])
         self._refresh_newest()
+
+    def note_read(self, way: str, size_bytes: int, wire_size_bytes: int) -> None:
+        """Count what a read has brought. No sum of what peers say grows beyond what a message can hold."""
+        self.read_bytes[way] = min(self.read_bytes[way] + size_bytes, READ_BYTES_MAX)
+        self.wire_bytes = min(self.wire_bytes + wire_size_bytes, READ_BYTES_MAX)
 
     def note_lost(self, worker: Worker, now: float) -> None:
         """Remember a worker that was declared dead, for people, if it followed this model or held any of it."""

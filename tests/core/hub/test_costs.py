@@ -427,6 +427,20 @@ def test_a_converter_that_works_on_is_waited_for_ten_times_as_long_at_most(role:
     assert (owed_s > OWED_TIMES * (waited_s - 2 * CLAIM_S) / 2) == (role == "reader"), "all of it was waited in vain"
 
 
+def test_the_shards_of_a_replica_are_charged_whichever_of_them_works_on() -> None:
+    """The one with the charge stood still and expired, and the other was waited for at no charge."""
+    story = claiming("reader", "greedy/0", "greedy/1", "rollout/0", shard_count=2)
+    assert all(converts(story, name) for name in ("greedy/0", "greedy/1")) and not converts(story, "rollout/0")
+    waited_s = 0.0
+    while not is_to_convert(story, "rollout/0"):
+        story.wait(CLAIM_S - 1.0)
+        waited_s += CLAIM_S - 1.0
+        story.beat("greedy/1", worked=int(waited_s))
+    (history,) = story.hub.registry.histories.values()
+    owed_s = history.owed_until.get((RUNTIME, 2), story.now) - story.now
+    assert owed_s > (OWED_TIMES - 2) * (waited_s - 2 * CLAIM_S)
+
+
 def test_claims_that_are_kept_are_waited_for_however_many() -> None:
     story = claiming("reader", "a/0", "b/0")
     for version in range(2, 20):
