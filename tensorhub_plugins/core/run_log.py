@@ -64,6 +64,7 @@ _lock = threading.Lock()
 _file: tuple[int, str, int] | None = None  # (pid, folder, file descriptor): a forked child opens its own
 _room = SIZE_MAX  # bytes that this file may still take
 _failed_pid = -1
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))  # a thread may have held it
 _fetched: dict[tuple[str, Any], Any] = {}  # by worker and version: OpenTelemetry's context of the span of its fetch
 
 
@@ -162,10 +163,10 @@ def _write(folder: str, data: bytes) -> None:
         _room -= len(data)
         if _file is None or _file[:2] != (pid, folder) or _room < 0:
             if _file is not None and _file[0] == pid:
-                os.close(_file[2])
-                if _file[1] == folder and os.path.exists(f"{name}.jsonl"):
+                last, _file = _file, None  # in case that the rest fails
+                os.close(last[2])
+                if last[1] == folder and os.path.exists(f"{name}.jsonl"):
                     os.replace(f"{name}.jsonl", f"{name}.old.jsonl")
-            _file = None  # in case that the rest fails
             os.makedirs(folder, exist_ok=True)
             opened = os.open(f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             _file, _room = (pid, folder, opened), SIZE_MAX - os.fstat(opened).st_size - len(data)

@@ -31,7 +31,7 @@ from tensorhub_plugins.vllm.names import NAME
 
 MIN_VERSION, WAIT, VERSION = b"x-tensorhub-min-version", b"x-tensorhub-wait", b"x-tensorhub-version"
 FIRST, LAST = b"x-tensorhub-version-first", b"x-tensorhub-version-last"
-VERSIONS, REQUEST_ID, END_OF_STREAM = b"x-tensorhub-versions", b"x-request-id", b"data: [DONE]"
+VERSIONS, REQUEST_ID, END_OF_STREAM = b"x-tensorhub-versions", b"x-request-id", b"\ndata: [DONE]"
 ANSWERING = ("/v1/", "/inference/", "/generate", "/invocations", "/pooling", "/classify", "/score", "/rerank", "/v2/")
 IN_BODY = "min_version"
 WAIT_S, WAIT_MAX_S, POLL_S = 10.0, 600.0, 0.1
@@ -198,7 +198,7 @@ class _Versions:
             self._is_stream = kind.startswith(b"text/event-stream")
             if message["status"] == 200 and not self._is_stream:
                 message["headers"] = [*message.get("headers", ()), *await self.ask()]
-        elif self._is_stream and self._in_streams and END_OF_STREAM in message.get("body", b""):
+        elif self._is_stream and self._in_streams and END_OF_STREAM in b"\n" + message.get("body", b""):
             said = b", ".join(b"%s: %s" % each for each in await self.ask())
             if said:
                 await self._send({"type": message["type"], "body": b": %s\n\n" % said, "more_body": True})

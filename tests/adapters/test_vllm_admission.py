@@ -217,6 +217,14 @@ def test_a_stream_says_it_before_its_end_if_it_was_asked() -> None:
     )
 
 
+def test_an_answer_that_speaks_of_the_end_of_a_stream_does_not_end_it() -> None:
+    server = Server(said())
+    server.starts, spoken = STARTS, {"body": b'data: {"text": "data: [DONE]"}\n\n', "more_body": True}
+    server.answer = [SSE[0], spoken, *SSE[1:]]
+    body = server.post(b"{}", x_tensorhub_versions="1")[2]
+    assert body.endswith(b": x-tensorhub-version-first: 6, x-tensorhub-version-last: 8\n\ndata: [DONE]\n\n")
+
+
 def test_the_names_of_vllm_count_each_update_once() -> None:
     server = Server(said(5, updating=True), said(7))
     server.updates = [(2.0, 0.05), (20.0, 0.5)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,20 @@ def test_it_takes_bounded_space_and_keeps_the_end(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(run_log, "_room", 0)
     run_log.record("after")
     assert json.loads(files[0].read_text())["event"] == "after"
+
+
+def test_a_child_records_though_a_thread_wrote_when_it_was_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(run_log.VARIABLE, str(tmp_path))
+    with run_log._lock:
+        child = os.fork()
+        if not child:
+            writer = threading.Thread(target=run_log.record, args=("of a child",), daemon=True)
+            writer.start()
+            writer.join(10.0)
+            os._exit(writer.is_alive())
+    assert os.waitpid(child, 0)[1] == 0 and [event["event"] for event in events(tmp_path)] == ["of a child"]
 
 
 def test_spans_are_what_a_program_with_opentelemetry_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

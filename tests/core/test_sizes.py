@@ -17,7 +17,7 @@ CEILINGS = {
     "core/hub": 5_390,
     "core/kernels": 560,
     "core/memory": 3_715,
-    "core/operations": 1_640,
+    "core/operations": 1_670,
     "core/protocol": 1_160,
     "core/security": 720,
     "core/transfer": 1_947,

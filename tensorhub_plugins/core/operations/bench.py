@@ -27,7 +27,7 @@ from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, NotPublished, TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.server import Server
-from tensorhub_plugins.core.operations.machine import BENCH_PORT, line_of, server_at
+from tensorhub_plugins.core.operations.machine import BENCH_PORT, asked_on, server_at
 from tensorhub_plugins.core.operations.status import fetch_status
 from tensorhub_plugins.core.protocol import advertised
 from tensorhub_plugins.core.protocol.address import (
@@ -129,9 +129,9 @@ def _send_all(server: socket.socket, blocks: torch.Tensor, token: str) -> None:
     with suppress(OSError):
         while True:
             link, _ = server.accept()
-            with suppress(OSError, ValueError, TypeError, AttributeError, KeyError), link:
+            with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, OverflowError), link:
                 link.settimeout(SAY_S)
-                asked = json.loads(line_of(link))
+                asked = asked_on(link)
                 if secrets.compare_digest(str(asked["token"]).encode(), token.encode()):
                     link.settimeout(STALL_S)
                     link.sendall(memory[: max(0, int(asked["blocks"])) * BLOCK_BYTES])

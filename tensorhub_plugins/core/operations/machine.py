@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tensorhub_plugins.core import machine
 from tensorhub_plugins.core.deadline import Deadline
@@ -275,6 +275,14 @@ def _answer_all(server: socket.socket, token: str) -> None:
                 link.sendall(token.encode() + b"\n")
 
 
+def asked_on(link: socket.socket) -> Any:
+    """Return what a peer asks, a line of JSON. ValueError: that is none, whatever it is."""
+    try:
+        return json.loads(line_of(link))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def line_of(link: socket.socket) -> bytes:
     """Return what comes before the end of a line, of bounded length."""
     got = b""
@@ -292,9 +300,9 @@ def listen(port: int, say: Callable[[str], None]) -> None:
         say(f"waiting for `tensorhub doctor machine --with THIS-HOST:{server.getsockname()[1]}`")
         while True:
             link, peer = server.accept()
-            with suppress(OSError, ValueError, AttributeError, TypeError, KeyError), link:
+            with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, OverflowError), link:
                 link.settimeout(CONNECT_S)
-                asked = json.loads(line_of(link))
+                asked = asked_on(link)
                 hosts = [str(each) for each in asked["hosts"][:HOSTS_MAX]]
                 answers = {host: _tried(host, int(asked["port"]), str(asked["token"])) for host in hosts}
                 link.sendall(json.dumps(answers).encode() + b"\n")

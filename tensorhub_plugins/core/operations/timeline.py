@@ -22,6 +22,9 @@ DATA = "/*DATA*/null"  # in timeline.html
 KINDS = ("request", "publish", "fetch", "pause", "resume", "install", "starting", "lost", "draining", "stopping")
 QUIET = ("serve", "digests", "prompt")  # events that the page does not show
 T_MAX = 1e11  # Unix seconds: beyond it is no time
+NUMBER_MAX = 1 << 63
+WORKER_MAX = 512  # characters of a name
+JSON = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and its like are no JSON, in the trace neither
 TICKS = 10_000  # of the page's times, in a second
 BARS_MAX = 600_000  # on the page, which a browser draws at once; the newest are kept
 
@@ -34,14 +37,37 @@ def parse(lines: Iterable[bytes], name: str) -> Iterator[Event]:
         if broken:
             raise UsageError(f"{name}: {broken}: give files of a folder that TENSORHUB_EVENTS has named")
         try:
-            event = json.loads(line)
+            event = JSON.decode(line.decode())
             if not isinstance(event["event"], str) or not abs(event["t"]) < T_MAX:
                 raise ValueError("event")
-            yield event
-        except (ValueError, KeyError, TypeError):
+            yield _well_formed(event)
+        except (ValueError, KeyError, TypeError, RecursionError):
             broken = f"line {number} is no event"
     if broken and number == 1:
         raise UsageError(f"{name}: {broken}: give files of a folder that TENSORHUB_EVENTS has named")
+
+
+def _well_formed(event: Event) -> Event:
+    """Return it without what is not of its form, as a field that does not apply is left out."""
+    kept = {name: value for name, value in event.items() if name not in FORMS or FORMS[name](value)}
+    return {**kept, "worker": str(event.get("worker") or "")[:WORKER_MAX]}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < NUMBER_MAX
+
+
+def _is_read(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+
+
+def _has(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+FORMS: dict[str, Callable[[Any], bool]] = {"sources": _has(_is_number), "reads": _has(_is_read)}
+FORMS |= {"seconds": lambda value: _is_number(value) and value < T_MAX}
+FORMS |= dict.fromkeys(("find_s", "bytes", "version"), _is_number)
 
 
 def page(template: str, events: Sequence[Event], paths: Sequence[Path], *, bars_max: int = BARS_MAX) -> str:

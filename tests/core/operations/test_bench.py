@@ -67,7 +67,7 @@ def test_a_stranger_gets_no_byte_of_the_stream(monkeypatch: pytest.MonkeyPatch) 
     made, real = list[socket.socket](), bench.server_at
     monkeypatch.setattr(bench, "server_at", lambda here: made.append(real(here)) or made[-1])
     with served(HERE, None, 8) as hub:
-        for said in (b'{"token": "x", "blocks": 1}\n', b"7\n", b'{"token": 7}\n', b"\n"):
+        for said in (b'{"token": "x", "blocks": 1}\n', b"7\n", b'{"token": 7}\n', b"\n", b"[" * 4000 + b"\n"):
             with socket.create_connection(("127.0.0.1", made[0].getsockname()[1])) as stranger:
                 stranger.sendall(said)
                 assert stranger.recv(1) == b""

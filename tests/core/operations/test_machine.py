@@ -111,9 +111,10 @@ def listening() -> Iterator[int]:
 
 def test_a_peer_says_whether_it_reaches_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening() as port:
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(b'{"hosts": 7}\n')
-            assert stranger.recv(100) == b""  # and it goes on
+        for said in (b'{"hosts": 7}', b'{"hosts": ["127.0.0.1"], "port": 1e999, "token": ""}', b"[" * 4000):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(said + b"\n")
+                assert stranger.recv(100) == b""  # and it goes on
         (check,) = reached(f"127.0.0.1:{port}", None, 10.0)
         assert check == Check("from 127.0.0.1", "127.0.0.1 is reached")
         monkeypatch.setenv("TENSORHUB_ADVERTISE", "127.0.0.1,192.0.2.1.invalid")

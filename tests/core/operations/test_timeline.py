@@ -96,3 +96,26 @@ def test_values_of_any_kind_break_nothing() -> None:
     ]
     assert len(timeline.trace(odd)["traceEvents"]) > 3 and critical_path.paths(odd) == []
     assert timeline.page("/*DATA*/null", odd, []).startswith("{")
+
+
+PUBLISH = b'{"t": 1, "event": "publish", "worker": "t/0", "version": 1, "seconds": 0.1}\n'
+FETCH = b'{"t": 2, "event": "fetch", "version": 1, %s}\n'
+BIG = b"1" + b"0" * 400
+FIELDS = [b'"seconds": 1e308', b'"seconds": ' + BIG, b'"reads": {"t/0": 5}', b'"reads": {"t/0": ["x", null]}']
+FIELDS += [b'"reads": {"t/0": []}', b'"sources": {"t/0": "x", "u/0": 3}', b'"bytes": ' + BIG, b'"find_s": ' + BIG]
+FIELDS += [b'"tokens": NaN, "more": [Infinity]', b'"worker": "r' + b"9" * 5000 + b'/0"', b'"worker": {"a": [1]}']
+
+
+@pytest.mark.parametrize("field", [*FIELDS, b'"version": ' + BIG], ids=lambda field: field[:24].decode())
+def test_a_field_that_is_not_of_its_form_is_left_out(field: bytes, tmp_path: Path) -> None:
+    file, out = tmp_path / "journal", tmp_path / "out"
+    file.write_bytes(PUBLISH + FETCH % field)
+    assert main(["timeline", str(file), "--out", str(out)]) == 0
+    trace = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
+    assert {row["name"] for row in trace["traceEvents"]} >= {"publish 1"} and (tmp_path / "out.html").exists()
+
+
+def test_what_is_nested_without_end_is_no_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "deep").write_bytes(b"[" * 100_000)
+    assert main(["timeline", str(tmp_path / "deep"), "--out", str(tmp_path / "out")]) != 0
+    assert "line 1 is no event" in capsys.readouterr().err
