@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tensorhub_plugins.core import Client, HubLimits, UsageError, start_server
 from tensorhub_plugins.core.hub import server as hub_server
-from tensorhub_plugins.core.hub import state
 from tensorhub_plugins.core.hub.exposition import UP, served
 from tensorhub_plugins.core.hub.metrics import OF_MODELS, metrics
 from tensorhub_plugins.core.hub.report import report
+from tensorhub_plugins.core.hub.state import READ_BYTES_MAX
 from tensorhub_plugins.core.operations.status import status_text
 from tensorhub_plugins.core.operations.top import frame
 from tensorhub_plugins.core.protocol import messages as m
@@ -162,22 +162,22 @@ def test_bytes_count_once_by_their_way_when_the_read_ends(run: Scenario) -> None
     assert "read so far: same_rack rdma 0.0 MB; 0.0 MB on the wire" in status_text(said)
 
 
-def test_what_peers_say_that_they_have_read_fits_an_answer(run: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_peers_say_that_they_have_read_fits_an_answer(run: Scenario) -> None:
     """Numbers of 64 bits and more could not be sent, and the hub ended over it."""
-    monkeypatch.setattr(state, "READ_BYTES_MAX", 1 << 50)
+    run.tell("b/0", m.Bye())
     for name in ("b/0", "c/0"):
-        run.tell("b/0", m.Bye()) if name == "b/0" else None
         run.join(name, location=Location(host="far"))
-    for _ in range(9):
-        request = run.acquire("c/0", 9)
-        run.tell("c/0", m.Release(request, 0, came=("same_rack rdma", m.COUNT_MAX, m.COUNT_MAX)))
+    way, (history,) = "same_rack rdma", run.hub.registry.histories.values()
+    history.read_bytes[way] = history.wire_bytes = READ_BYTES_MAX - m.COUNT_MAX - 1
+    for _ in range(2):
+        run.tell("c/0", m.Release(run.acquire("c/0", 9), 0, came=(way, m.COUNT_MAX, m.COUNT_MAX)))
     request = reads(run, [1])
     run.now += 1e-6
     run.tell("b/0", m.Heartbeat(run.hub.session, request, leases={request: 1}, progress={request: m.COUNT_MAX}))
     said = report(run.hub.registry, run.now)
     (model,) = said["models"]
     assert model["leases"][0]["bytes_per_s"] == m.COUNT_MAX and m.encode(m.Status(1, said))
-    assert (model["read_bytes"], model["wire_bytes"]) == ({"same_rack rdma": 1 << 50}, 1 << 50)
+    assert (model["read_bytes"], model["wire_bytes"]) == ({way: READ_BYTES_MAX}, READ_BYTES_MAX)
     refused = m.decode_from_hub(hub_server._frame(m.Status(7, {"sum": 1 << 64})))
     assert isinstance(refused, m.Refused) and refused.request_id == 7 and "cannot be sent" in refused.message
 
