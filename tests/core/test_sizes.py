@@ -21,7 +21,7 @@ CEILINGS = {
     "core/protocol": 1_160,
     "core/security": 720,
     "core/transfer": 1_947,
-    "core/transports": 7_320,
+    "core/transports": 7_325,
     "openrlhf": 2_400,
     "verl": 3_450,
     "vllm": 7_815,

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from tensorhub_plugins.core import device
+from tensorhub_plugins.core.client import calls
 from tensorhub_plugins.core.deltas import codec, native
 from tensorhub_plugins.core.deltas.cache import Deltas
 from tensorhub_plugins.core.deltas.codec import Bytes, Span
@@ -146,8 +147,12 @@ class Changes:
         for _ in device.settled(tensors.items()):
             pass  # what is queued on their devices is done
         size_bytes, algorithm = old.segment_size_bytes, old.digest_algorithm
+        interrupted = threading.Event()  # for several threads
+        calls.when_interrupted(interrupted.set)
 
         def overwritten(start: int, stop: int) -> bytes:
+            if interrupted.is_set():
+                raise calls.Interrupted
             segment, source = start // size_bytes, new.readable(start, stop)
             is_worth = self.deltas.is_worth(self._rate)
             delta = self._difference(old, segment, slab.readable(start, stop), source) if is_worth else None

@@ -14,61 +14,19 @@ import numpy as np
 import pytest
 import torch
 from client_stage import RUNTIME
+from delta_stage import ELSEWHERE, HERE, SIZE, THERE, converter_and_peer, equal, follow, stepped, versions, weights
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Location, Part, TensorSpec, version_of
 from tensorhub_plugins.core.client.changes import Changes, spans_of
 from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.core.deltas import codec, native
+from tensorhub_plugins.core.deltas import codec
 from tensorhub_plugins.core.deltas.pace import Pace
-from tensorhub_plugins.core.errors import DeadlineExceeded
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.stream.source import ReaderConnection
 from tensorhub_plugins.core.types import ShardKey
 
-HERE, THERE, ELSEWHERE = (Location(host=name) for name in "abc")
-SIZE = 1 << 20
-
-
-def weights(seed: int = 1) -> dict[str, torch.Tensor]:
-    """SIZE bytes of several dtypes, in many segments."""
-    make = torch.Generator().manual_seed(seed)
-    return {
-        "bf16": torch.randn(SIZE // 4, generator=make).to(torch.bfloat16),
-        "fp32": torch.randn(SIZE // 16, generator=make),
-        "fp8": torch.randn(SIZE // 4, generator=make).to(torch.float8_e4m3fn),
-    }
-
-
-def stepped(tensors: dict[str, torch.Tensor], seed: int, share: float = 0.01) -> dict[str, torch.Tensor]:
-    """The next version: that share of the elements has moved by one in the last place."""
-    make = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, tensor in tensors.items():
-        bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]).clone()
-        bits += (torch.rand(bits.shape, generator=make) < share).to(bits.dtype)
-        found[name] = bits.view(tensor.dtype)
-    return found
-
-
-def versions(count: int, share: float = 0.01) -> list[dict[str, torch.Tensor]]:
-    made = [weights()]
-    while len(made) < count:
-        made.append(stepped(made[-1], len(made), share))
-    return made
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
-
-
-def follow(client: Any, version: int, **options: Any) -> Any:
-    """Fetch a version, serve it, and only then let the one before go, as an engine does."""
-    fetched = client.fetch(version, serve=True, **options)
-    for key in client.serving():
-        if key.version < version:
-            client.unpublish(key.version)
-    return fetched
+pytestmark = pytest.mark.usefixtures("compiled_first")
 
 
 def test_a_version_costs_what_has_changed_and_is_passed_on(stage):
@@ -356,19 +314,6 @@ def test_what_is_over_has_time_for_deltas_as_soon_as_the_next_one_is_there(stage
     publisher.close()
 
 
-@pytest.fixture(autouse=True)
-def compiled_first() -> None:
-    """The compiler runs now and not beside a test."""
-    native.begin()
-
-
-@pytest.fixture
-def as_on_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within this host deltas save no time: they are taken all the same."""
-    monkeypatch.setattr(Changes, "asked", lambda self, rate: None)
-    monkeypatch.setattr(Pace, "takes_deltas", lambda self: True)
-
-
 ROWS, COLUMNS = 1024, 512  # of bf16: 1 MiB, in 16 segments
 
 
@@ -468,82 +413,6 @@ def test_slices_come_as_deltas_to_the_worker_that_takes_them(stage):
         fetched.release()
         if version > 1:
             assert report.delta_size_bytes == sum(report.sources.values()) and report.wire_size_bytes < SIZE // 30
-
-
-def converted(live: dict[str, torch.Tensor], version: dict[str, torch.Tensor]) -> None:
-    """Change an engine's live weights, as an install does."""
-    for name, tensor in live.items():
-        tensor.view(torch.uint8).copy_(version[name].view(torch.uint8))
-
-
-def converter_and_peer(stage: Any, **options: Any) -> tuple[Any, Any]:
-    return stage.client("converter", location=HERE, **options), stage.client("peer", location=THERE)
-
-
-@pytest.mark.parametrize("delta", ["auto", "off"])
-def test_a_copy_that_is_overwritten_leaves_deltas_of_its_layout(stage, delta, as_on_a_link):
-    """An engine that converts each version publishes a copy of its live weights over the one before, for its peers."""
-    engine, peer = converter_and_peer(stage, delta=delta)
-    made = versions(4)
-    live = {name: tensor.clone() for name, tensor in made[0].items()}
-    memory = set()
-    for version, tensors in enumerate(made, 1):
-        converted(live, tensors)
-        if version > 1:
-            engine.unpublish(version - 1)  # so that its memory is free
-        engine.publish(version, live, RUNTIME)
-        memory.add(engine.find(ShardKey(version, RUNTIME)).slab)
-        fetched = follow(peer, version, layouts=(RUNTIME,))
-        assert equal(fetched.tensors(), tensors) and engine.recheck(version) == () and peer.recheck(version) == ()
-        fetched.release()
-        if delta == "off" or version == 1:
-            assert fetched.report.delta_size_bytes == 0 and not engine.changes.deltas.size_bytes
-        else:
-            assert fetched.report.delta_size_bytes == sum(fetched.report.sources.values()) > SIZE // 2
-            assert fetched.report.wire_size_bytes < SIZE // 30
-    assert len(memory) == 1
-
-
-def test_nothing_is_made_of_a_copy_that_no_reader_elsewhere_takes(stage):
-    engine = stage.client("converter", location=HERE)
-    for version, tensors in enumerate(versions(2), 1):
-        engine.publish(version, tensors, RUNTIME)
-        engine.unpublish(version) if version == 1 else None
-    assert not engine.changes.deltas.size_bytes and engine.recheck(2) == ()
-
-
-@pytest.mark.parametrize("way", ["written to", "other tensors", "strided", "late"])
-def test_a_copy_over_other_bytes_ends_in_right_ones(stage, way, monkeypatch):
-    """Whatever the memory held, or when no deltas can be made of it."""
-    engine, peer = converter_and_peer(stage)
-    v1, v2 = versions(2)
-    engine.publish(1, v1, RUNTIME)
-    follow(peer, 1, layouts=(RUNTIME,)).release()
-    slab = engine.find(ShardKey(1, RUNTIME)).slab
-    views = list(slab.tensors().values())
-    engine.unpublish(1)
-    if way == "written to":
-        for tensor in views:
-            tensor.view(torch.uint8)[::1000] ^= 1  # in every segment
-    elif way == "other tensors":
-        v2 = {"new": torch.ones(SIZE // 4), **v2}
-    elif way == "strided":
-        v2 = {**v2, "bf16": v2["bf16"].view(2, -1).expand(2, 2, -1)[0]}
-        v2["bf16"] = torch.stack([v2["bf16"], v2["bf16"]], -1)[..., 0]
-    else:
-        monkeypatch.setattr(codec, "encode", _out_of_time)
-        with pytest.raises(DeadlineExceeded):
-            engine.publish(2, v2, RUNTIME)
-        monkeypatch.undo()
-    engine.publish(2, v2, RUNTIME)
-    fetched = follow(peer, 2, layouts=(RUNTIME,))
-    got = fetched.tensors()
-    assert all(torch.equal(got[name].float(), tensor.float()) for name, tensor in v2.items())
-    assert engine.recheck(2) == () and fetched.report.losses == ()
-
-
-def _out_of_time(*_: Any) -> None:
-    raise DeadlineExceeded("out of time")
 
 
 def test_deltas_count_as_memory_of_their_worker(stage):

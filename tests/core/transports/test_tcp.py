@@ -20,6 +20,7 @@ from tensorhub_plugins.core.protocol.address import addresses_towards
 from tensorhub_plugins.core.transports import read_plan as _plan
 from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.core.transports.limits import TransportLimits
+from tensorhub_plugins.core.transports.stream import link as stream_link
 from tensorhub_plugins.core.transports.stream import tcp_socket
 from tensorhub_plugins.core.transports.stream.patches import Patches
 from tensorhub_plugins.core.transports.stream.several import SegmentQueue
@@ -289,6 +290,26 @@ def test_a_link_that_is_closed_too_early_or_twice_keeps_nothing():
             other.close()
             other.cut()  # the connection is another's by now
         assert len(reader._idle) == 1 and not reader._idle[0].channels[0].is_lost()
+
+
+def test_a_link_that_another_thread_closes_as_it_begins_to_read_keeps_nothing_that_is_in_use(monkeypatch):
+    with kept() as (offer, source, reader, read):
+        other = reader.connect(read()[0].peer, deadline=soon())
+        manifest, reading = other.open(KEY, 1, deadline=soon()), []
+
+        finish = stream_link.SocketLink._finish
+
+        def meanwhile(link, *arguments):  # as the closing thread begins to end the offer
+            with contextlib.suppress(SourceLost):
+                into = Slab.allocate(manifest.tensors)
+                reading.append(other.read(range(16), into, [(0, 0, 16000)], deadline=soon()))
+                next(reading[0])
+            finish(link, *arguments)
+
+        monkeypatch.setattr(stream_link.SocketLink, "_finish", meanwhile)
+        other.close()
+        monkeypatch.undo()
+        read()
 
 
 def test_a_source_of_an_older_release_keeps_no_connection(monkeypatch):

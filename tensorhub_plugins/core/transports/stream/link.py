@@ -225,17 +225,27 @@ class SocketLink:
 
     def close(self) -> None:
         """Close the link, from any thread: one that uses it gets SourceLost, and then disposes of it."""
-        if self._plan is None and self._keep is not None:  # opened, and asked for nothing
-            with contextlib.suppress(TensorHubError):
-                self.check(deadline=time.monotonic() + REST_S, waits=False)
         with self._guard:
-            in_use, keep = self._in_use, self._keep if self._rested and not (self._closed or self._in_use) else None
-            self._closed, self._channels = True, [] if keep is not None else self._channels
-        if keep is not None:
+            is_ours = not self._in_use
+            keep = self._keep if is_ours and not self._closed else None
+            self._closed, self._in_use = True, self._in_use or keep is not None  # no other thread begins or disposes
+        if keep is not None and self._is_at_rest():
+            self._channels = []
             keep(self._connection)
         self.cut()
-        if not in_use:
+        if is_ours:
             self._dispose()
+
+    def _is_at_rest(self) -> bool:
+        """Return whether another link may use the connection; end the offer if this one has asked for nothing."""
+        if self._plan is not None or self._manifest is None:
+            return self._rested
+        try:
+            for channel in self._channels:
+                self._finish(channel, time.monotonic() + REST_S)
+        except (Disconnected, Silent):
+            return False
+        return True
 
     @contextlib.contextmanager
     def _using(self, phase: str, deadline: float) -> Iterator[None]:
