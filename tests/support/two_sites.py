@@ -164,7 +164,7 @@ class Trainer:
 
 class _Notes(logging.Handler):
     def __init__(self, notes: list[str]) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._notes = notes
 
     def emit(self, record: logging.LogRecord) -> None:
