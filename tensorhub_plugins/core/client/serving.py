@@ -61,6 +61,7 @@ class Serving:
         self._budget = budget
         self.contents = KnownContents()
         self.changes = Changes(self._whole_offers, delta)
+        self.changes.deltas.limit(budget.size_bytes)
         self._is_over = False
         self._disowned: UsageError | None = None
         self._shelf: Shelf[Offer] = Shelf()
@@ -371,6 +372,7 @@ class Serving:
         table = TensorTable.of(specs)
         if for_others and table.size_bytes > (room := self.room_bytes()):  # it was more when reported to the hub
             raise UsageError(f"a copy of {table.size_bytes / 1e6:.1f} MB, and room for {room / 1e6:.1f} MB is left")
+        self.changes.deltas.limit(self._left_bytes() - table.size_bytes)
         if not for_others:
             self._spend(table.size_bytes, refuses=self._budget.refuses and not is_read)
         slab = self.pool.take(table, deadline, of_read)
@@ -383,7 +385,7 @@ class Serving:
         with self._changed:
             entries = [(k, e) for k, e in self._shelf.entries.items() if not e.is_for_others]
         offered = [(key, entry) for key, entry in entries if entry.offer.slab.kind in OWN_KINDS]
-        spent = sum(entry.offer.slab.size_bytes for _, entry in offered) + self.changes.deltas.size_bytes
+        spent = sum(entry.offer.slab.size_bytes for _, entry in offered)
         was_over, self._is_over = self._is_over, spent + size_bytes > self._budget.size_bytes
         if not self._is_over or (was_over and not refuses):  # logged once, until it was below again
             return
@@ -403,10 +405,13 @@ class Serving:
 
     def room_bytes(self) -> int:
         """Return the bytes free for copies that others need: what the budget leaves, at most half of what is free."""
+        return max(0, min(self._left_bytes(), machine.available_bytes() // 2))
+
+    def _left_bytes(self) -> int:
+        """Return what the budget leaves beside all that is offered from memory of our own."""
         with self._changed:
             offered = [e.offer.slab for e in self._shelf.entries.values() if e.offer.slab.kind in OWN_KINDS]
-        left = self._budget.size_bytes - sum(slab.size_bytes for slab in offered) - self.changes.deltas.size_bytes
-        return max(0, min(left, machine.available_bytes() // 2))
+        return self._budget.size_bytes - sum(slab.size_bytes for slab in offered)
 
     def holds_fetched(self, slabs: Iterable[Slab], version: int, layout: str) -> None:
         """Note that these slabs hold what was read from others. They are not reused, whatever is unpublished, before

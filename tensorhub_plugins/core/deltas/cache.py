@@ -6,6 +6,7 @@ history: a worker that holds the first and wants the second can use it, whicheve
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ class Deltas:
 
     def __init__(self, size_bytes_max: int = SIZE_BYTES_MAX) -> None:
         self._size_bytes_max, self._size_bytes = size_bytes_max, 0
+        self._left = sys.maxsize  # of a budget, see `limit`
         self._lock = threading.Condition()
         self._kept: OrderedDict[tuple[bytes, bytes], bytes] = OrderedDict()  # b"": it is not worth it
         self._bases: dict[bytes, dict[bytes, None]] = {}  # by what is made
@@ -39,6 +41,12 @@ class Deltas:
         """Make room for the deltas of a shard of this size."""
         self._size_bytes_max = max(self._size_bytes_max, shard_size_bytes // SHARE_OF_SHARD)
 
+    def limit(self, size_bytes: int) -> None:
+        """Take no more than what a budget has left: whatever else needs the memory comes first."""
+        with self._lock:
+            self._left = max(0, size_bytes)
+            self._make_room()
+
     def put(self, base: bytes, made: bytes, delta: bytes) -> None:
         """Keep a delta; the oldest ones make room for it."""
         with self._lock:
@@ -46,8 +54,7 @@ class Deltas:
             self._kept[base, made] = delta
             self._bases.setdefault(made, {})[base] = None
             self._size_bytes += len(delta) + ENTRY_SIZE_BYTES
-            while self._size_bytes > self._size_bytes_max:
-                self._drop(*next(iter(self._kept)))
+            self._make_room()
 
     def drop(self, base: bytes, made: bytes) -> None:
         """Forget a delta: it did not make what it should. Nothing, if it is not there."""
@@ -113,6 +120,10 @@ class Deltas:
     def _use(self, path: list[Step], wanted: bytes) -> None:
         for link in links_of(path, wanted):
             self._kept.move_to_end(link)
+
+    def _make_room(self) -> None:
+        while self._size_bytes > min(self._size_bytes_max, self._left):
+            self._drop(*next(iter(self._kept)))
 
     def _drop(self, base: bytes, made: bytes) -> None:
         delta = self._kept.pop((base, made), None)

@@ -61,6 +61,23 @@ def test_what_is_retained_counts_and_is_kept_nevertheless(stage, caplog):
     assert torch.equal(reader.fetch(1, serve=True).tensors()["w"], tensors(1)["w"])  # a read is not refused
 
 
+def test_a_cache_of_deltas_gives_way_to_versions(stage, caplog):
+    trainer = stage.client("trainer", memory_budget_bytes=2 * MEGABYTE, over_budget="refuse")
+    deltas, delta = trainer.changes.deltas, bytes(MEGABYTE // 2)
+    deltas.put(b"a" * 16, b"b" * 16, delta)
+    trainer.publish(1, tensors(1))
+    assert deltas.size_bytes > len(delta)  # the control: there is room for both
+    trainer.publish(2, tensors(2))
+    deltas.put(b"a" * 16, b"b" * 16, delta)
+    assert deltas.size_bytes == 0 and caplog.text == ""
+
+
+def test_a_budget_bounds_the_deltas_of_who_allocates_nothing(stage):
+    reader = stage.client("reader", memory_budget_bytes=1000)
+    reader.changes.deltas.put(b"a" * 16, b"b" * 16, bytes(1000))
+    assert reader.changes.deltas.size_bytes == 0
+
+
 def test_the_default_is_half_of_what_there_is(stage):
     assert stage.client("trainer")._serving._budget.size_bytes == total_bytes() // 2
 

@@ -415,14 +415,6 @@ def test_slices_come_as_deltas_to_the_worker_that_takes_them(stage):
             assert report.delta_size_bytes == sum(report.sources.values()) and report.wire_size_bytes < SIZE // 30
 
 
-def test_deltas_count_as_memory_of_their_worker(stage):
-    budget = 8 * SIZE
-    trainer = stage.client("trainer", location=HERE, memory_budget_bytes=budget)
-    before = trainer._serving.room_bytes()
-    trainer.changes.deltas.put(b"a" * 16, b"b" * 16, bytes(SIZE))
-    assert before - trainer._serving.room_bytes() == trainer.changes.deltas.size_bytes > SIZE
-
-
 def test_a_source_that_dies_in_the_middle_of_its_deltas_costs_what_was_on_its_way(stage, monkeypatch):
     """The rest comes from another, as deltas, too; what had come is not asked for again."""
     engine, peer = converter_and_peer(stage)
