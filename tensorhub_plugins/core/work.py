@@ -3,6 +3,7 @@
     work.done()      called for each piece of a large task: a tensor that was loaded, bytes that have arrived
     work.count()     how many pieces this process has done; heartbeats carry it to the hub, which waits for converters
     work.last_at()   when this process did the last one, or any other one that shares its signs
+    work.until(...)  until when to wait for what works
 
 The processes of one engine (an actor, vLLM's core, its workers) share them: the one that calls `share` before it starts
 the others reads what those do, though none of them may answer for minutes. It costs one store into shared memory.
@@ -24,6 +25,7 @@ T = TypeVar("T")
 VARIABLE = "TENSORHUB_WORK"  # process, descriptor and name of the shared memory; set by `share`
 # Longer than any piece of work, and than the waits in which nothing is done: readers are drained for up to 120 s.
 STILL_S = 150.0
+TIMES_MAX = 10  # as long a wait may be at most while there is work: what fails and begins anew works, too, for ever
 
 _INSTANT = struct.Struct("d")
 _count = 0
@@ -57,6 +59,12 @@ def last_at() -> float:
     time.monotonic(); 0.0: none ever was."""
     memory = _shared()
     return _last_at if memory is None else max(_last_at, float(_INSTANT.unpack_from(memory, 0)[0]))
+
+
+def until(began: float, worked_at: float, timeout_s: float) -> float:
+    """Return until when to wait for a result: for `timeout_s` from the beginning, or from the last piece of work, which
+    was done at `worked_at`; at most for TIMES_MAX as long."""
+    return min(max(began, worked_at) + timeout_s, began + TIMES_MAX * timeout_s)
 
 
 def share() -> None:

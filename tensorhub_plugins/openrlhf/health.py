@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError, RayActorError
 
-from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, VersionRefused, record
+from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, VersionRefused, record, work
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.vllm.ray import figures
@@ -61,7 +61,7 @@ class Engines:
             with self.lock:
                 members, live, refusing = self.members, self.table.able(version), self.table.refusing(version)
                 is_stuck = self.table.is_stuck(version)
-            is_late = time.monotonic() >= max(began, self.table.worked_at) + START_TIMEOUT_S
+            is_late = time.monotonic() >= work.until(began, self.table.worked_at, START_TIMEOUT_S)
             self.has_begun = self.has_begun or is_late or all(member.answers for member in members)
             if live and self.has_begun:
                 return live

@@ -21,7 +21,7 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
-from tensorhub_plugins.core import Deadline, TensorHubError, VersionRefused, record, run_log, version_text
+from tensorhub_plugins.core import Deadline, TensorHubError, VersionRefused, record, run_log, version_text, work
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import null_worker
 from tensorhub_plugins.verl.config import TRAINER
@@ -88,11 +88,11 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                 raise VersionRefused(why)
             self._changed.clear()
             self._waiting += 1
-            deadline = Deadline(max(began, self.members.worked_at) + NO_REPLICA_TIMEOUT_S)
+            deadline = self._gives_up_at(began)
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline.remaining())
             except asyncio.TimeoutError:
-                if self.members.worked_at + NO_REPLICA_TIMEOUT_S > deadline:  # one has worked meanwhile
+                if self._gives_up_at(began) > deadline:  # one has worked meanwhile
                     continue
                 raise RuntimeError(
                     "No available servers in load balancer: "
@@ -104,6 +104,9 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         server_id, handle = super().acquire_server(request_id)
         self._load.acquire(server_id, request_id)
         return server_id, handle, self.members.all[server_id].epoch
+
+    def _gives_up_at(self, began: float) -> Deadline:
+        return Deadline(work.until(began, self.members.worked_at, NO_REPLICA_TIMEOUT_S))
 
     async def release_server(self, server_id: str, request_id: str = "") -> None:
         self._load.release(server_id, request_id)

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from openrlhf_fakes import EVERY_PROMPT, PROMPTS, FakeEngine, FakeHub, FakeRay, Ref, make, play_ray, prompts_of  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError  # noqa: E402
 
+from tensorhub_plugins.core import DeadlineExceeded  # noqa: E402
 from tensorhub_plugins.openrlhf import health  # noqa: E402
 from tensorhub_plugins.openrlhf.journal import GivenBack, Journal  # noqa: E402
 from tensorhub_plugins.vllm.ray import reporting  # noqa: E402
@@ -238,3 +239,23 @@ def test_when_all_engines_are_dead_the_fleet_starts_others(ray: FakeRay, monkeyp
     other.do_tensorhub_heartbeat = dead.do_tensorhub_heartbeat  # type: ignore[method-assign]
     with pytest.raises(ActorDiedError):
         engines.live()
+
+
+def test_engines_that_work_for_ever_without_a_result_are_not_waited_for(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each update fails, and is tried again."""
+    engine = FakeEngine()
+    tells = {"version": 0, "silent_s": 0.0, "ready": False, "idle_s": 0.0}
+    engine.do_tensorhub_heartbeat = lambda: tells  # type: ignore[method-assign]
+    engines = make([engine], per_engine=1).engines
+    monkeypatch.setattr(health, "START_TIMEOUT_S", 5.0)
+    began = ray.now
+    with pytest.raises(DeadlineExceeded, match="no vLLM engine answers"):
+        engines.live()
+    waited = ray.now - began
+    tells["idle_s"] = 1e6  # the control: it stands still
+    began = ray.now
+    with pytest.raises(DeadlineExceeded):
+        engines.live()
+    assert waited >= 50 > 10 > ray.now - began

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
 from recorded_engine import RecordedEngine
 
-from tensorhub_plugins.core import NotPublished, VersionGone, VersionRefused
+from tensorhub_plugins.core import NotPublished, VersionGone, VersionRefused, work
 from tensorhub_plugins.vllm.engine.follower import Follower, Gate, UpdateFailed
 
 
@@ -502,3 +503,19 @@ def test_a_prompt_that_is_given_up_while_it_waits_is_not_waited_for() -> None:
         await one.leave("unknown")
 
     asyncio.run(asyncio.wait_for(story(), 20))
+
+
+@pytest.mark.usefixtures("quick_looks")
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_prompt_waits_for_an_engine_that_works_but_not_for_ever(monkeypatch: pytest.MonkeyPatch, grows: bool) -> None:
+    """Each update fails, and is tried again: that is work, too."""
+
+    async def story() -> float:
+        one, began = follower(FakeEngine(), newest=4), time.monotonic()
+        one.timeout_s, one.grows = 0.05, grows
+        with pytest.raises(UpdateFailed, match="has version 0"):
+            await asyncio.wait_for(need(one, 4), 20)
+        return time.monotonic() - began
+
+    monkeypatch.setattr(work, "last_at", time.monotonic)
+    assert (asyncio.run(story()) >= work.TIMES_MAX * 0.05) == grows

@@ -532,7 +532,8 @@ class Follower:
             refused, why = self.refusal
             if refused >= version > self.version:
                 raise VersionRefused(why, version=refused)
-            if deadline.expired and not (self.grows and time.monotonic() < work.last_at() + self.timeout_s):
+            until = work.until(deadline - self.timeout_s, work.last_at(), self.timeout_s) if self.grows else deadline
+            if time.monotonic() >= until:
                 raise UpdateFailed(
                     f"{self.worker} has version {self.version} and was asked to answer from a later one",
                     version=version,
