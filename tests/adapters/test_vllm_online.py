@@ -1,6 +1,6 @@
 """`--quantization` of floats as they are loaded: real engines of vLLM's CPU build, and vLLM's own load beside them.
 
-`fp8_per_channel` runs there as it is; what the others lack is said in tests/support/vllm_online.py.
+`fp8_per_channel` runs there as it is, slowly; what the others lack is said in tests/support/vllm_online.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def examine(model: Path, quantization: str, patient: str = PATIENT) -> list[chec
 @pytest.mark.parametrize(
     ("quantization", "kind", "patient"),
     [
-        ("fp8_per_channel", "qwen2-untied", "tensorhub_plugins.vllm.doctor.check_sync.Patient"),  # nothing stands in
+        ("fp8_per_channel", "qwen2-untied", PATIENT),
+        long("fp8_per_channel", "qwen2-untied", "tensorhub_plugins.vllm.doctor.check_sync.Patient"),  # no stand-in
         ("fp8", "mixtral", PATIENT),
         long("fp8", "qwen2-tied", PATIENT),
         long("fp8", "deepseek-mla", PATIENT),  # matrices are derived from a layer that is quantized

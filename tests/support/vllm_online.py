@@ -1,6 +1,6 @@
 """What vLLM's CPU build lacks to run `--quantization` as it loads: operations and kernels, in plain torch.
 
-    fp8_per_channel, dense      nothing: the CPU build runs it as it is
+    fp8_per_channel, dense      the matrix product, for speed alone (oneDNN's reference takes a second for a token)
     fp8, fp8_per_tensor         the operation that divides floats by a scale and rounds them
     fp8_per_block               the matrix product (the CPU build's wants AMX)
     mxfp8                       the choice of vLLM's own emulation
@@ -55,6 +55,7 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
         return Int8MoeBackend.TRITON, TritonExperts
 
     return [
+        (torch, "_scaled_mm", scaled_mm),
         (_custom_ops, "scaled_fp8_quant", scaled_fp8_quant),
         (fp8, "init_fp8_linear_kernel", linear_kernel),
         (fp8, "select_fp8_moe_backend", experts),
@@ -78,6 +79,19 @@ def scaled_fp8_quant(
         largest = input.abs().amax(dim=1, keepdim=True) if use_per_token_if_dynamic else input.abs().amax().view(1)
         scale = (largest.float() / FP8_MAX).clamp_min(1 / (FP8_MAX * 512))
     return (input.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Do as torch's operation, with scales for all or by rows of a and columns of b."""
+    product = (a.float() @ b.float()) * scale_a * scale_b
+    return (product if bias is None else product + bias).to(out_dtype)
 
 
 class BlockKernel:
