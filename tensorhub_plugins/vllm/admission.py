@@ -1,8 +1,8 @@
 """What a server that follows the store does with HTTP requests before vLLM has them.
 
 A request may ask to be answered from a version: by the header `X-TensorHub-Min-Version`, or `min_version` in its JSON
-body: a step, or attempt/step. It waits until this server has that version or a later one, for at most
-`X-TensorHub-Wait` seconds (10), and is then refused with 409, which says what there is. One that is answered carries
+body: a step, or attempt/step. It waits until this server has that version or a later one, while its client stays, for
+at most `X-TensorHub-Wait` seconds (10), and is then refused with 409, which says what there is. An answered one carries
 `X-TensorHub-Version`, what the server had when it began: no token of its answer is of an older one, unless operators
 withdraw that or pin another. Every answer that is no stream carries the oldest and the newest version of its tokens,
 `X-TensorHub-Version-First` and `-Last` (0: none of the store's), and a stream that was asked for with
@@ -18,6 +18,7 @@ import asyncio
 import json
 import time
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -92,14 +93,14 @@ class Admission:
     def __init__(self, app: App, *, state: Any) -> None:
         """Stand before this application. state: of vLLM's own one, which gets its engine later."""
         self._app, self._state = app, state
-        self._asking, self._asked_at = asyncio.Lock(), -SHARED_S
-        self._said: Following | None = None
+        self._asked: asyncio.Task[Following | None] | None = None
+        self._asked_at = -SHARED_S
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         engine = getattr(self._state, "engine_client", None)
         if scope["type"] != "http" or engine is None or engine.vllm_config.load_config.load_format != NAME:
             await self._app(scope, receive, send)
-        elif scope["path"].startswith("/metrics"):
+        elif _path(scope).startswith("/metrics"):
             await self._renew(engine)
             await self._app(scope, receive, send)
         elif scope["method"] == "POST":
@@ -118,47 +119,57 @@ class Admission:
     async def _following(self, engine: Any) -> Following | None:
         return furthest_behind(await of_all_cores(engine.engine_core, "tensorhub_status"))
 
-    async def _shared(self, engine: Any) -> Following | None:
-        """Return the same of at most SHARED_S ago: all requests that wait share one question to the engine."""
-        async with self._asking:
-            if time.monotonic() - self._asked_at >= SHARED_S:
-                self._said = await self._following(engine)
-                self._asked_at = time.monotonic()
-            return self._said
+    async def _shared(self, engine: Any, timeout_s: float) -> Following | None:
+        """Return the same of at most SHARED_S ago: all requests that wait share one question to the engine. Raise
+        TimeoutError."""
+        if self._asked is None or (self._asked.done() and time.monotonic() - self._asked_at >= SHARED_S):
+            self._asked, self._asked_at = asyncio.ensure_future(self._following(engine)), time.monotonic()
+        if not self._asked.done():
+            await asyncio.wait_for(asyncio.shield(self._asked), timeout_s)
+        return self._asked.result()
 
     async def _admit(self, engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         given: object = headers[MIN_VERSION].decode("latin-1") if MIN_VERSION in headers else None
+        body = _Body(receive)
         if given is None and b"json" in headers.get(b"content-type", b"json"):
-            body, receive = await _read(receive)
-            given = _named_in(body)
+            given = _named_in(await body.read())
         if given is None:
-            await self._answer(engine, scope, receive, send)
+            await self._answer(engine, scope, body.receive, send)
             return
         try:
             wanted, wait_s = parse_version(str(given)), _wait_s(headers.get(WAIT))
         except (UsageError, ValueError) as error:
             await _answer(send, 400, {"error": _error(400, f"{IN_BODY}: {error}")})
             return
-        deadline = time.monotonic() + wait_s
-        while True:
-            said = await self._shared(engine)
-            if said is not None and said["version"] >= wanted and not said["broken"]:
-                break
-            why = refusal_of(said, wanted)
-            if why is not None or time.monotonic() >= deadline:
-                have = said["version"] if said else 0
-                text = why or f"no version {version_label(wanted)} or later within {wait_s:g} s"
-                text = f"{text}; this server has {version_label(have) if have else 'none'}"
-                await _answer(send, 409, {"error": _error(409, text), "version": have, "min_version": wanted})
-                return
-            await asyncio.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
-        await self._answer(engine, scope, receive, _with_version(send, said["version"]))
+        await body.read()
+        deadline, said = time.monotonic() + wait_s, None
+        try:
+            while True:
+                try:
+                    said = await self._shared(engine, max(SCRAPE_S, deadline - time.monotonic()))
+                    why = refusal_of(said, wanted)
+                except asyncio.TimeoutError:
+                    why = "its engine does not answer, as long as it installs a version"
+                if why is None and said is not None and said["version"] >= wanted and not said["broken"]:
+                    break
+                left_s = deadline - time.monotonic()
+                if why is not None or left_s <= 0:
+                    have = said["version"] if said else 0
+                    text = why or f"no version {version_label(wanted)} or later within {wait_s:g} s"
+                    text = f"{text}; this server has {version_label(have) if have else 'none'}"
+                    await _answer(send, 409, {"error": _error(409, text), "version": have, "min_version": wanted})
+                    return
+                if await body.has_left(min(POLL_S, left_s)):
+                    return
+            await self._answer(engine, scope, body.receive, _with_version(send, said["version"]))
+        finally:
+            body.close()
 
     async def _answer(self, engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
         """Have it answered, and say of which versions its tokens are."""
         headers = dict(scope["headers"])
-        if REQUEST_ID in headers or not scope["path"].startswith(ANSWERING):
+        if REQUEST_ID in headers or not _path(scope).startswith(ANSWERING):
             await self._app(scope, receive, send)
             return
         name = f"{PREFIX}{uuid.uuid4().hex}"
@@ -198,7 +209,7 @@ class _Versions:
             self._is_stream = kind.startswith(b"text/event-stream")
             if message["status"] == 200 and not self._is_stream:
                 message["headers"] = [*message.get("headers", ()), *await self.ask()]
-        elif self._is_stream and self._in_streams and END_OF_STREAM in b"\n" + message.get("body", b""):
+        elif self._is_stream and self._in_streams and _ends(message):
             said = b", ".join(b"%s: %s" % each for each in await self.ask())
             if said:
                 await self._send({"type": message["type"], "body": b": %s\n\n" % said, "more_body": True})
@@ -212,17 +223,48 @@ def _wait_s(given: bytes | None) -> float:
     return seconds
 
 
-async def _read(receive: Receive) -> tuple[bytes, Receive]:
-    """Return the body of a request, and a way for the application to receive it again."""
-    messages: list[Message] = []
-    while not messages or messages[-1].get("more_body"):
-        messages.append(await receive())
-    again = iter(messages)
+class _Body:
+    """The body of a request, which is read here, and received again by the application."""
 
-    async def replay() -> Message:
-        return next(again, None) or await receive()
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._messages: deque[Message] | None = None  # None: it has not been read
+        self._next: asyncio.Future[Message] | None = None  # what comes after it: the client leaves
 
-    return b"".join(message.get("body", b"") for message in messages), replay
+    async def read(self) -> bytes:
+        """Return all of it."""
+        if self._messages is None:
+            self._messages = deque([await self._receive()])
+            while self._messages[-1].get("more_body"):
+                self._messages.append(await self._receive())
+        return b"".join(message.get("body", b"") for message in self._messages)
+
+    async def has_left(self, timeout_s: float) -> bool:
+        """Return whether the client has left by then, once the body was read."""
+        self._next = self._next or asyncio.ensure_future(self._receive())
+        await asyncio.wait({self._next}, timeout=timeout_s)
+        return self._next.done()
+
+    async def receive(self) -> Message:
+        """Return the next message, as for the application."""
+        if self._messages:
+            return self._messages.popleft()
+        coming, self._next = self._next, None
+        return await (coming or self._receive())
+
+    def close(self) -> None:
+        """Wait for nothing more."""
+        if self._next is not None:
+            self._next.cancel()
+
+
+def _path(scope: Scope) -> str:
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def _ends(message: Message) -> bool:
+    """Return whether the end of a stream is in this message: vLLM's mark, or none as in those of other APIs."""
+    return not message.get("more_body") or END_OF_STREAM in b"\n" + message.get("body", b"")
 
 
 def _named_in(body: bytes) -> object:

@@ -11,12 +11,13 @@ GET /tensorhub/starts/REQUEST       of a request that was named by `spans.PREFIX
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
-from tensorhub_plugins.vllm.admission import BEHIND_S, Admission, furthest_behind, readiness
+from tensorhub_plugins.vllm.admission import BEHIND_S, WAIT_S, Admission, furthest_behind, readiness
 from tensorhub_plugins.vllm.engine.core_follower import of_all_cores, starts_in
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.names import NAME
@@ -40,8 +41,11 @@ async def status(request: Request) -> dict[str, Any]:
 
 @router.get("/ready")
 async def ready(request: Request, max_behind_s: float = BEHIND_S) -> JSONResponse:
-    cores = await of_all_cores(_engine(request).engine_core, "tensorhub_status")
-    code, body = readiness(furthest_behind(cores), max_behind_s)
+    asked = of_all_cores(_engine(request).engine_core, "tensorhub_status")
+    try:
+        code, body = readiness(furthest_behind(await asyncio.wait_for(asked, WAIT_S)), max_behind_s)
+    except asyncio.TimeoutError:
+        code, body = 503, {"ready": False, "why": "its engine does not answer, as long as it installs a version"}
     return JSONResponse(body, code)
 
 

@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 pytest.importorskip("vllm")
 
 from tensorhub_plugins.core import version_of  # noqa: E402
+from tensorhub_plugins.vllm import admission  # noqa: E402
 from tensorhub_plugins.vllm.admission import Admission, furthest_behind, readiness  # noqa: E402
 from tensorhub_plugins.vllm.engine.core import lag_of  # noqa: E402
 from tensorhub_plugins.vllm.exposition import DURATION, FIGURES, IN_FLIGHT, PREFIX  # noqa: E402
@@ -34,6 +35,7 @@ class Server:
     def __init__(self, *says: Any, load_format: str = "tensorhub") -> None:
         self.says, self.asked, self.bodies = list(says), 0, []
         self.updates: list[tuple[float, float]] = []
+        self.leaves_after_s = 1e6  # the client
         self.starts: list[Any] = []  # of the request that is answered
         self.ids: list[str] = []  # of requests, as vLLM takes them from the header
         self.named: list[str] = []  # of those, which the engine was asked for
@@ -64,21 +66,27 @@ class Server:
         for message in self.answer:
             await send({"type": "http.response.start" if "status" in message else "http.response.body", **message})
 
-    def post(self, *chunks: bytes, path: str = "/v1/completions", method: str = "POST", **headers: str) -> Any:
-        """The status, headers and body of an answer. Headers with _ for -."""
+    def post(
+        self, *chunks: bytes, path: str = "/v1/completions", method: str = "POST", root: str = "", **headers: str
+    ) -> Any:
+        """The status, headers and body of an answer; None: there is none. Headers with _ for -."""
         sent: list[Any] = []
         given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": method, "path": path, "headers": given}
+        scope = {"type": "http", "method": method, "path": path, "headers": given, "root_path": root}
         chunks = chunks or (b"",)
         parts = iter([{"type": "http.request", "body": x, "more_body": x is not chunks[-1]} for x in chunks])
 
         async def receive() -> Any:
-            return next(parts)
+            if (part := next(parts, None)) is None:
+                await asyncio.sleep(self.leaves_after_s)
+            return part or {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
             sent.append(message)
 
         asyncio.run(asyncio.wait_for(self.middleware(scope, receive, send), 20))
+        if not sent:
+            return None
         start, *rest = sent
         return start["status"], dict(start["headers"]), b"".join(each["body"] for each in rest)
 
@@ -115,8 +123,10 @@ def test_of_many_that_wait_one_asks() -> None:
     async def ask() -> int:
         sent: list[Any] = []
 
+        parts = iter([{"type": "http.request", "body": b"{}"}])
+
         async def receive() -> Any:
-            return {"type": "http.request", "body": b"{}"}
+            return next(parts, None) or await asyncio.Event().wait()
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -130,6 +140,24 @@ def test_of_many_that_wait_one_asks() -> None:
         return list(await asyncio.gather(*(ask() for _ in range(200))))
 
     assert set(asyncio.run(ask_all())) == {409} and server.asked < 200  # one by one they would have asked 600 times
+
+
+def test_a_client_that_has_left_is_not_waited_for() -> None:
+    server = Server(said(5), said(5), said(7))
+    server.leaves_after_s = 0.05
+    for asks in ({"x_tensorhub_min_version": "8"}, {}):
+        assert server.post(b'{"min_version": 8}', x_tensorhub_wait="600", **asks) is None
+    assert server.bodies == []
+    assert server.post(b"{}", x_tensorhub_min_version="7")[0] == 200  # the control: it is there by then
+
+
+def test_an_engine_that_does_not_answer_is_waited_for_as_long_as_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while it installs a version."""
+    monkeypatch.setattr(admission, "SCRAPE_S", 0.1)
+    status, _, body = Server(asyncio.sleep(15)).post(b"{}", x_tensorhub_min_version="7", x_tensorhub_wait="0.1")
+    assert status == 409 and "does not answer" in json.loads(body)["error"]["message"]
+    answers = asyncio.sleep(0.2, said(7))  # the control
+    assert Server(answers).post(b"{}", x_tensorhub_min_version="7", x_tensorhub_wait="5")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -215,6 +243,24 @@ def test_a_stream_says_it_before_its_end_if_it_was_asked() -> None:
     assert body == (
         b'data: {"text": "a"}\n\n: x-tensorhub-version-first: 6, x-tensorhub-version-last: 8\n\ndata: [DONE]\n\n'
     )
+
+
+def test_a_stream_without_a_mark_at_its_end_says_it_at_its_end() -> None:
+    """Those of /v1/messages end with an event."""
+    server = Server(said())
+    server.starts, server.answer = STARTS, [*SSE[:2], {"body": b"event: message_stop\n\n", "more_body": True}, SSE[-1]]
+    body = server.post(b"{}", x_tensorhub_versions="1")[2]
+    assert body.endswith(b"stop\n\n: x-tensorhub-version-first: 6, x-tensorhub-version-last: 8\n\n")
+
+
+def test_a_server_behind_a_path_of_a_proxy_is_no_other() -> None:
+    server = Server(said())
+    server.starts = STARTS
+    for path in ("/api/v1/completions", "/v1/completions"):  # proxies pass it on, or not
+        assert server.post(b"{}", path=path, root="/api")[1][b"x-tensorhub-version-last"] == b"8"
+    assert b"x-tensorhub-version-last" not in server.post(b"{}", path="/api/sleep", root="/api")[1]
+    server.post(path="/api/metrics", root="/api", method="GET")
+    assert server.asked == 1
 
 
 def test_an_answer_that_speaks_of_the_end_of_a_stream_does_not_end_it() -> None:
