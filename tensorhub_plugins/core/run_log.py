@@ -42,6 +42,7 @@ target         the fleet's target number of replicas was changed. target, by ("p
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -171,4 +172,7 @@ def _write(folder: str, data: bytes) -> None:
             opened = os.open(f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             _file, _room = (pid, folder, opened), SIZE_MAX - os.fstat(opened).st_size - len(data)
         # One write per line: a process that is killed leaves whole lines behind.
-        os.write(_file[2], data)
+        written = os.write(_file[2], data)
+        if written < len(data):  # the disk is full: no line is left torn, before those of this name's next process
+            os.ftruncate(_file[2], os.fstat(_file[2]).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

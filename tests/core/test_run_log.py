@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,23 @@ def test_it_takes_bounded_space_and_keeps_the_end(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(run_log, "_room", 0)
     run_log.record("after")
     assert json.loads(files[0].read_text())["event"] == "after"
+
+
+def test_a_disk_that_gets_full_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And when there is room again what follows is not lost: a container's processes have the same names each time."""
+    monkeypatch.setenv(run_log.VARIABLE, str(tmp_path))
+    child = os.fork()
+    if not child:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # as a full disk: it writes a part
+        for number in range(100):
+            run_log.record("before", number=number)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        vars(run_log).update(_failed_pid=-1, _file=None)  # as the next process of this name
+        run_log.record("after")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    *before, last = [event["event"] for event in events(tmp_path)]
+    assert 5 < len(before) < 100 and set(before) == {"before"} and last == "after"
 
 
 def test_a_child_records_though_a_thread_wrote_when_it_was_forked(
