@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tensorhub_plugins.core import work
-from tensorhub_plugins.core.work import STILL_S
+from tensorhub_plugins.core.work import STILL_S, TIMES_MAX
 from tensorhub_plugins.vllm.engine.follower import UpdateFailed
 from tensorhub_plugins.vllm.ray import health
 from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline
@@ -274,6 +274,9 @@ def test_an_installation_may_last_as_long_as_it_works(monkeypatch: pytest.Monkey
             worked_at = now if works else worked_at
             if now - 1000 > STILL_S + 1:
                 assert (line.silent_s() == 0.0) == works
+        now = worked_at = 1000 + TIMES_MAX * 400.0
+        assert line.silent_s() == TIMES_MAX * 400, "but not for ever: something else works there"
+        now = 3400.0
         line.busy_since, worked_at = 0.0, now
         assert line.silent_s() == 2400, "what other threads do is no answer of an engine that installs nothing"
         asked.cancel()

@@ -126,13 +126,15 @@ class Lifeline:
 
     def silent_s(self) -> float:
         """Return the seconds for which vLLM has left a question without an answer. An installation leaves all, as long
-        as it works: judged by what it does (core/work.py), not by how long it takes."""
+        as it works: judged by what it does (core/work.py), not by how long it takes, up to a bound."""
         if self._waiting_since is None:
             return 0.0
         if not self.busy_since:
             return time.monotonic() - self._waiting_since
-        worked_at = work.last_at()
-        silent_s = time.monotonic() - max(self._waiting_since, self.busy_since, worked_at)
+        worked_at, now, began = work.last_at(), time.monotonic(), max(self._waiting_since, self.busy_since)
+        if now >= began + work.TIMES_MAX * self.timeout_s:
+            return now - began
+        silent_s = now - max(began, worked_at)
         return silent_s if silent_s > (self.still_s if worked_at else self.timeout_s) else 0.0
 
     def allow(self, timeout_s: float) -> None:
