@@ -294,8 +294,8 @@ class SourceReader:
             WAYS.shut(self._link.peer, time.monotonic())
             left = [each for each in left if each != self._link.peer]
 
-    def _open_at(self, name: str, endpoint: str, deadline: float) -> tuple[Link, Manifest]:
-        """Open what is to be read by this transport, at the best of these endpoints of the source."""
+    def _open_at(self, name: str, endpoint: str, deadline: float, kept_until: float = 0.0) -> tuple[Link, Manifest]:
+        """Open the best of these endpoints. kept_until: for all connections that were kept; 0.0: half of the time."""
         link = self._transports[name].connect(endpoint, deadline=deadline, far=self._far)
         with self._changed:
             if self._closed:
@@ -306,13 +306,13 @@ class SourceReader:
         link.digests, link.ticket, link.borrows = self._verify, self.grant.ticket, self._borrows
         link.wants_deltas = self._deltas
         is_kept = link.progress.is_kept  # and may be lost, unnoticed
-        until = (time.monotonic() + deadline) / 2 if is_kept else deadline
+        kept_until = kept_until or (time.monotonic() + deadline) / 2
         try:
-            return link, link.open(self.key, self.grant.as_of, deadline=until)
+            return link, link.open(self.key, self.grant.as_of, deadline=kept_until if is_kept else deadline)
         except SourceLost:
             if self._closed or not is_kept:
                 raise
-        return self._open_at(name, endpoint, deadline)
+        return self._open_at(name, endpoint, deadline, kept_until)
 
     def _to_measure(self, name: str, endpoint: str, manifest: Manifest) -> list[str]:
         """Return the endpoints over which a segment is to be read before the others, see `_measure`."""

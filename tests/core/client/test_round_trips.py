@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import wait
 from typing import Any
 
 import torch
 
-from tensorhub_plugins.core import Location
+from tensorhub_plugins.core import Location, SourceLost
+from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transports.stream.channel import Channel
+from tensorhub_plugins.core.transports.stream.link import SocketLink
 from tensorhub_plugins.core.transports.stream.messages import StreamFinish
 from tensorhub_plugins.core.transports.stream.source import ReaderConnection
 
@@ -87,6 +90,31 @@ def test_a_connection_that_was_lost_unnoticed_costs_no_source(stage, monkeypatch
     fetched = reader.fetch(2)
     assert is_version(fetched, 2)
     assert fetched.report.losses == () and connections(trainer) != [lost]
+
+
+def test_all_kept_connections_together_have_half_of_the_time(stage, monkeypatch):
+    """All are half open: a new one is made while there is time for it."""
+    trainer, reader = pair(stage)
+    reader.fetch(1).release()
+    transport, left, opened = reader._transports["tcp"], [], SocketLink.open
+    peer = transport._idle[0].channels[0].peer
+    monkeypatch.setattr(transport, "_take", lambda *_: None)
+    for link in [transport.connect(peer, deadline=time.monotonic() + 30) for _ in range(3)]:
+        transport._keep(link._connection)
+    monkeypatch.undo()
+
+    def silent(self: SocketLink, *arguments: Any, deadline: float) -> Any:
+        left.append(deadline - time.monotonic())
+        if not self.progress.is_kept:
+            return opened(self, *arguments, deadline=deadline)
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        raise SourceLost("sent nothing", phase="open")
+
+    monkeypatch.setattr(SocketLink, "open", silent)
+    reader._limits = TransferLimits(open_s=3.0)
+    fetched = reader.fetch(2)
+    assert is_version(fetched, 2) and fetched.report.losses == ()
+    assert len(left) == 5 and left[-1] > 0.75  # of 3 s; halved each time it were an eighth
 
 
 def test_only_a_hub_that_is_near_is_waited_for(stage, monkeypatch):
