@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_plugins.vllm.worker import reload, weights
+from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.worker import cpu, reload, weights
 from tensorhub_plugins.vllm.worker.conversion import Conversion, noise_like
-from tensorhub_plugins.vllm.worker.filler import NOISE_LENGTH
-from tensorhub_plugins.vllm.worker.plan import Given
+from tensorhub_plugins.vllm.worker.noise import NOISE_LENGTH
+from tensorhub_plugins.vllm.worker.partial import NotEnough, whole
+from tensorhub_plugins.vllm.worker.plan import Given, Piece, Plan, layer_of, shapes_of, whole_region
 
 Weights = dict[str, torch.Tensor]
+HOST = torch.device("cpu")
 NAMES = {"embed.weight": (10, 4), "q.weight": (4, 4), "k.weight": (2, 4), "norm.weight": (4,), "norm2.weight": (4,)}
 
 
@@ -35,61 +38,82 @@ class Model(torch.nn.Module):
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.reloads += 1
-        self.embed.weight[:10] = weights["embed.weight"]
+        places = {"q.weight": self.qk.weight[:4], "k.weight": self.qk.weight[4:]}
+        places |= {"norm.weight": self.norm, "norm2.weight": self.norm2, "embed.weight": self.embed.weight[:10]}
+        for name in places.keys() & weights.keys():
+            places[name].copy_(weights[name])
         self.embed.weight[10:] = 0
-        self.qk.weight[:4], self.qk.weight[4:] = weights["q.weight"], weights["k.weight"]
-        self.norm.copy_(weights["norm.weight"])
-        self.norm2.copy_(weights["norm2.weight"])
-
-    def view(self) -> Weights:
-        head = {"lm_head.weight": self.embed.weight[:10].detach()}
-        qk, norms = self.qk.weight.detach(), {"norm.weight": self.norm.detach(), "norm2.weight": self.norm2.detach()}
-        return {"embed.weight": head["lm_head.weight"], "q.weight": qk[:4], "k.weight": qk[4:], **norms, **head}
 
 
 class Scales(Model):
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        super().load({**weights, "norm.weight": weights["norm.weight"] + 1})
+        super().load({name: tensor + (name == "norm.weight") for name, tensor in weights.items() if name in NAMES})
 
 
 class Permutes(Model):
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        super().load({**weights, "q.weight": weights["q.weight"].flip(0)})
+        super().load({name: tensor.flip(0) if name == "q.weight" else tensor for name, tensor in weights.items()})
 
 
 class Swaps(Model):
     """Two tensors that are alike in every real checkpoint of a young model."""
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        super().load({**weights, "norm.weight": weights["norm2.weight"], "norm2.weight": weights["norm.weight"]})
+        swapped = {"norm.weight": "norm2.weight", "norm2.weight": "norm.weight"}
+        super().load({swapped.get(name, name): tensor for name, tensor in weights.items()})
 
 
 class Derives(Model):
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         super().load(weights)
-        self.derived.copy_(weights["k.weight"].sum(0))
+        if "k.weight" in weights:
+            self.derived.copy_(weights["k.weight"].sum(0))
 
 
-class HidesOne(Model):
-    """The view does not know of a tensor that is loaded."""
+class Keeps(Model):
+    """What it computes with is neither a parameter nor a buffer."""
 
-    def view(self) -> Weights:
-        return {name: tensor for name, tensor in super().view().items() if name != "k.weight"}
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        super().load(weights)
+        self.kept = [self.qk.weight.detach().sum(0)]
 
 
-class CannotTell(Model):
-    def view(self) -> None:  # type: ignore[override]
-        return None
+class Pads(Model):
+    """The padding of its rows is made of them."""
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        super().load(weights)
+        self.embed.weight[10:] = self.embed.weight[0]
 
 
 @pytest.fixture(autouse=True)
 def own_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_all(model: Model, vllm_config: Any, weights: Any) -> None:
+    def load_all(model: Model, vllm_config: Any, weights: Any, **_: Any) -> None:
         with torch.no_grad():
             model.load(dict(weights))
 
     monkeypatch.setattr(reload, "reload_checkpoint", load_all)
-    monkeypatch.setattr(weights, "checkpoint_view", lambda model, vllm_config: model.view())
+    monkeypatch.setattr(cpu, "packed_experts", lambda model: [])
+
+
+def planned(tensors: Weights, *, wrong: bool = False) -> Given:
+    """With the plan that a rehearsal would make. wrong: two elements of one layer are where the other one belongs."""
+    pieces = []
+    for name, to, row in (
+        ("embed.weight", "embed.weight", 0),
+        ("q.weight", "qk.weight", 0),
+        ("k.weight", "qk.weight", 4),
+        ("norm.weight", "norm", 0),
+        ("norm2.weight", "norm2", 0),
+    ):
+        box = whole_region(tensors[name].shape).box_in(tensors[name].shape)
+        pieces.append(Piece(name, box, to, (4 * row, *box[1:])))
+    if wrong:
+        _, shape, strides = pieces.pop().written
+        for start, at, count in ((0, 1, 1), (1, 0, 1), (2, 2, 2)):
+            pieces.append(Piece("norm2.weight", (start, (count,), strides), "norm2", (at, (count,), strides)))
+    needed = {name: (whole_region(tensors[name].shape),) for name in NAMES}
+    return Given.of(tensors, Plan(shapes_of(tensors), tuple(pieces), needed, frozenset()))
 
 
 def checkpoint(seed: int, dtype: torch.dtype = torch.float32, **more: Callable[[], torch.Tensor]) -> Weights:
@@ -115,7 +139,7 @@ def test_after_one_trial_checkpoints_are_copied(dtype: torch.dtype) -> None:
     model = Model()
     conversion = Conversion(model, SimpleNamespace())
     for seed in (1, 2, 3):
-        assert conversion.install(checkpoint(seed, dtype)) == "copy"
+        assert conversion.install(planned(checkpoint(seed, dtype))) == "copy"
         assert state(model) == fresh(Model, checkpoint(seed, dtype))
     assert model.reloads == 2  # both for the trial
 
@@ -123,34 +147,88 @@ def test_after_one_trial_checkpoints_are_copied(dtype: torch.dtype) -> None:
 def test_a_tied_head_is_not_copied_over_the_embedding() -> None:
     head = {"lm_head.weight": lambda: torch.full((10, 4), 7.0)}  # loaders skip it
     model = Model()
-    assert Conversion(model, SimpleNamespace()).install(checkpoint(1, **head)) == "copy"
+    assert Conversion(model, SimpleNamespace()).install(planned(checkpoint(1, **head))) == "copy"
     assert state(model) == fresh(Model, checkpoint(1))
 
 
-@pytest.mark.parametrize("kind", [Scales, Permutes, Swaps, Derives, HidesOne, CannotTell])
+@pytest.mark.parametrize("kind", [Scales, Permutes, Swaps, Derives, Keeps, Pads])
 def test_what_is_more_than_a_copy_is_always_reloaded(kind: type[Model]) -> None:
     model = kind()
     conversion = Conversion(model, SimpleNamespace())
     for seed in (1, 2, 3):
-        assert conversion.install(checkpoint(seed)) == "reload"
+        assert conversion.install(planned(checkpoint(seed))) == "reload"
         assert state(model) == fresh(kind, checkpoint(seed))
 
 
-@pytest.mark.parametrize("kind", [Scales, Permutes, Derives, HidesOne])
+@pytest.mark.parametrize("kind", [Scales, Permutes, Swaps, Derives, Pads])
 def test_copied_without_a_trial_it_would_be_wrong(kind: type[Model]) -> None:
     model = kind()
     conversion = Conversion(model, SimpleNamespace())
-    conversion._tried = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint(2).items()}
-    conversion._copies_are_right = True
-    assert conversion.install(checkpoint(2)) == "copy"
-    assert state(model) != fresh(kind, checkpoint(2))
+    given = planned(distinct(2))
+    conversion._tried, conversion._plan = given.shapes, given.plan
+    assert conversion.install(given) == "copy"
+    assert state(model) != fresh(kind, distinct(2))
+
+
+def distinct(seed: int) -> Weights:
+    return {name: torch.randn_like(tensor) for name, tensor in checkpoint(seed).items()}
+
+
+def test_a_plan_that_is_wrong_in_one_layer_is_found_and_that_one_is_reloaded() -> None:
+    """Although the norms of a young model are ones, so that the first version is right in any case."""
+    for wrong, how in ((True, "reload"), (False, "copy")):
+        model = Model()
+        conversion = Conversion(model, SimpleNamespace())
+        for version in (checkpoint(1), distinct(2)):
+            assert conversion.install(planned(version, wrong=wrong)) == how
+            assert state(model) == fresh(Model, version)
+        assert conversion._process == ({layer_of("norm2")} if wrong else frozenset())
+
+
+def test_without_a_plan_it_is_reloaded_and_put_to_the_test() -> None:
+    for kind, hidden in ((Model, ()), (Keeps, ("kept.0",))):
+        model = kind()
+        conversion = Conversion(model, SimpleNamespace())
+        for seed in (1, 2):
+            assert conversion.install(checkpoint(seed)) == "reload"
+            assert state(model) == fresh(kind, checkpoint(seed)) and conversion.hidden == hidden
+
+
+def test_what_follows_one_version_late_is_refused() -> None:
+    class Lags(Model):
+        def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+            self.derived.copy_(self.qk.weight.detach().sum(0)[:4])
+            super().load(weights)
+
+    with pytest.raises(UsageError, match="1 tensors of this model do not follow an update: derived"):
+        Conversion(Lags(), SimpleNamespace()).install(distinct(1))
+    model = Lags()  # the control: here what it is made of is copied before
+    conversion = Conversion(model, SimpleNamespace())
+    for seed in (1, 2):
+        assert conversion.install(planned(distinct(seed))) == "reload"
+        assert torch.equal(model.derived, model.qk.weight.sum(0))
+
+
+def test_a_loader_that_reads_more_than_the_plan_gets_all() -> None:
+    class Peeks(Model):
+        def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+            self.seen = float(weights["more"][1])
+            super().load(weights)
+
+    given = planned(checkpoint(1, more=lambda: torch.ones(2)))
+    partly = Given({name: held for name, held in given.held.items() if name != "more"}, given.shapes, plan=given.plan)
+    with pytest.raises(NotEnough):
+        Conversion(Peeks(), SimpleNamespace()).install(partly)
+    model = Peeks()
+    assert Conversion(model, SimpleNamespace()).install(given) == "reload"
+    assert state(model) == fresh(Peeks, checkpoint(1, more=lambda: torch.ones(2)))
 
 
 def test_another_checkpoint_is_put_to_the_test_anew() -> None:
     model = Model()
     conversion = Conversion(model, SimpleNamespace())
     for tried, dtype in enumerate((torch.float32, torch.bfloat16), 1):
-        assert conversion.install(checkpoint(tried, dtype)) == "copy"
+        assert conversion.install(planned(checkpoint(tried, dtype))) == "copy"
         assert state(model) == fresh(Model, checkpoint(tried, dtype))
         assert model.reloads == 2 * tried
 
@@ -158,7 +236,7 @@ def test_another_checkpoint_is_put_to_the_test_anew() -> None:
 def test_a_trial_that_fails_leaves_no_noise() -> None:
     class Chokes(Model):
         def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-            if self.reloads == 1:
+            if self.reloads == 0:
                 self.reloads += 1
                 raise ValueError("out of memory")
             super().load(weights)
@@ -166,13 +244,13 @@ def test_a_trial_that_fails_leaves_no_noise() -> None:
     model = Chokes()
     conversion = Conversion(model, SimpleNamespace())
     for seed in (1, 2):
-        assert conversion.install(checkpoint(seed)) == "reload"
+        assert conversion.install(planned(checkpoint(seed))) == "reload"
         assert state(model) == fresh(Model, checkpoint(seed))
 
 
 def test_noise_is_unlike_itself() -> None:
     shapes = {"a": (torch.float32, torch.Size([3, NOISE_LENGTH])), "b": (torch.float32, torch.Size([NOISE_LENGTH]))}
-    tensors, again = (dict(noise_like(Given({}, shapes), None).whole()) for _ in range(2))
+    tensors, again = (dict(whole(noise_like(Given({}, shapes), None, HOST), shapes, HOST)) for _ in range(2))
     assert [(t.dtype, t.shape) for t in tensors.values()] == list(shapes.values())
     assert not torch.equal(tensors["a"][0], tensors["b"])
     assert all(torch.equal(tensors[name], again[name]) for name in tensors)

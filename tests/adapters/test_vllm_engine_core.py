@@ -20,7 +20,7 @@ from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig
 from tensorhub_plugins.vllm.engine import core_follower, follower
 from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
-from tensorhub_plugins.vllm.worker import contract, reload, weights
+from tensorhub_plugins.vllm.worker import contract, reload
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition
 
@@ -99,9 +99,8 @@ class Core(RecordedEngine):
 
 @pytest.fixture
 def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Core]]:
-    monkeypatch.setattr(reload, "reload_checkpoint", lambda model, config, named: _fill(model, named))
+    monkeypatch.setattr(reload, "reload_checkpoint", lambda model, config, named, **_: _fill(model, named))
     monkeypatch.setattr(contract, "rehearse", _rehearsed)
-    monkeypatch.setattr(weights, "checkpoint_view", lambda model, config: None)
     ends: list[Callable[[], Any]] = []
 
     def start(when: str, **options: Any) -> Core:

@@ -10,7 +10,8 @@ import torch
 
 from tensorhub_plugins.core import TensorTable
 from tensorhub_plugins.vllm.worker.conversion import Places
-from tensorhub_plugins.vllm.worker.filler import NONSENSE
+from tensorhub_plugins.vllm.worker.partial import NotEnough
+from tensorhub_plugins.vllm.worker.partial import whole as whole_tensors
 from tensorhub_plugins.vllm.worker.plan import (
     REGIONS_MAX,
     Given,
@@ -22,7 +23,6 @@ from tensorhub_plugins.vllm.worker.plan import (
     given_by,
     regions_of,
     specs_of,
-    view,
     view_in,
 )
 
@@ -61,10 +61,12 @@ def test_a_region_holds_its_views_and_gives_them_again(name: str) -> None:
     assert region == expected
     for here in (region.of(whole).clone(), region.of(whole)):  # also as a view of a larger one
         assert torch.equal(view_in([Held(region, here)], WHOLE, box(wanted)), wanted)
-    given = Given.of({"w": whole}).cut({"w": [region]}, filler=NONSENSE)
-    expanded = dict(given.whole())["w"]
-    assert torch.equal(view(expanded, box(wanted)), wanted)
-    assert (expanded == whole).sum() == torch.Size(region.shape).numel()  # the rest is nonsense
+    given = Given.of({"w": whole}).cut({"w": [region]})
+    (expanded,) = (tensor for _, tensor in whole_tensors(given, ["w"], torch.device("cpu")))
+    assert torch.equal(cut(expanded) + 0, wanted)
+    if region.shape != WHOLE:
+        with pytest.raises(NotEnough):
+            expanded + 0
     assert given.is_whole == (region.shape == WHOLE)
 
 
@@ -83,12 +85,17 @@ def test_views_that_are_apart_are_regions_of_their_own(name: str) -> None:
     views = [whole[start:stop] for start, stop in taken]
     regions = regions_of([box(each) for each in views], (12, 4))
     assert list(regions) == [Region((start, 0), (count, 4)) for start, count in expected]
-    given = Given.of({"w": whole}).cut({"w": regions}, filler=NONSENSE)
+    given = Given.of({"w": whole}).cut({"w": regions})
     for each in views:
         assert torch.equal(view_in(given.held["w"], (12, 4), box(each)), each)
     rows = {row for start, count in expected for row in range(start, start + count)}
-    expanded = dict(given.whole())["w"]
-    assert [torch.equal(expanded[row], whole[row]) for row in range(12)] == [row in rows for row in range(12)]
+    expanded = dict(whole_tensors(given, ["w"], torch.device("cpu")))["w"]
+    for row in range(12):
+        if row in rows:
+            assert torch.equal(expanded[row] + 0, whole[row])
+        else:
+            with pytest.raises(NotEnough):
+                expanded[row] + 0
 
 
 def test_the_same_rows_of_many_experts_are_one_region() -> None:

@@ -25,7 +25,7 @@ from vllm_layers import only_rank
 from recipes.bench.big.worker import Kernel, Layers
 from tensorhub_plugins.core import Client, Deadline, start_server
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.worker import contract, quantize, references
+from tensorhub_plugins.vllm.worker import contract, quantize
 from tensorhub_plugins.vllm.worker.fingerprint import parallel_ranks
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition
@@ -188,10 +188,13 @@ def test_floats_become_fp8_on_the_way_in_and_peers_copy_the_result(
 
 
 @pytest.mark.smoke
-def test_the_control_a_kernel_that_keeps_what_a_reload_gave_it_is_noticed(
+def test_the_control_a_kernel_that_keeps_a_copy_of_its_own_is_noticed(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(references, "rebind", lambda root, moved, skip: 0)
+    def keeps(kernel: Kernel, layer: Any) -> None:
+        kernel.scale = layer.weight_scale_inv.detach().clone()
+
+    monkeypatch.setattr(Kernel, "process_weights_after_loading", keeps)
     with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         engines = [Engine(name, hub, config, monkeypatch) for name in ("e0", "e1")]
         for version in (1, 2):

@@ -210,7 +210,6 @@ def test_a_kernel_reads_the_scales_of_a_raw_copy_after_a_reload(
 def test_what_kernels_derive_for_themselves_forbids_raw_copies(
     derives: bool, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "checkpoint_view", lambda model, vllm_config: None)
     model = _remembering_model(derives=derives)
     conversion = Conversion(model, config)
     assert conversion.install(_checkpoint(2.0)) == "reload"

@@ -273,7 +273,7 @@ def test_a_broken_engine_waits_for_clients_that_leave(models: Any, hub: Server) 
         trainer.publish(1, checkpoint(models("qwen2-tied", 2)))
         assert engine.call("tensorhub_health") is None
         assert try_to_take(engine, 1) == ""
-        engine.call("tensorhub_test_fail_reload", "load")
+        engine.call("tensorhub_test_fail_conversion_on", 0)
         assert install(engine, 1)["broken"] is not None
         assert "version 1" in engine.call("tensorhub_health")
         assert engine.ask("step_without_tokens") is True

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
 from vllm_engines import checkpoint
-from vllm_ranks import alone, follow, of_all_ranks, read_at_tp_2, without_a_row
+from vllm_ranks import alone, follow, of_all_ranks, read_at_tp_2, with_a_wrong_element, without_a_row
 
 pytestmark = pytest.mark.heavy
 LONG, SMOKE = pytest.mark.long, pytest.mark.smoke
@@ -21,10 +21,10 @@ RELOADED = {  # what must go through vLLM's reload, whatever this CPU packs; Non
     "phi3": None,
     "qwen2-tied": None,
     "gemma": None,
-    "mixtral": EXPERTS,
-    "qwen3-moe": EXPERTS,
-    "deepseek-mla": EXPERTS,
-    "mamba2": "mixer",
+    "mixtral": (EXPERTS,),
+    "qwen3-moe": (EXPERTS,),
+    "deepseek-mla": (EXPERTS, "mla_attn"),
+    "mamba2": ("mixer",),
 }
 MARKS = {"llama": SMOKE, "phi3": (), "mixtral": ()}
 FAMILIES = [pytest.param(kind, marks=MARKS.get(kind, LONG)) for kind in RELOADED]
@@ -33,13 +33,17 @@ FAMILIES = [pytest.param(kind, marks=MARKS.get(kind, LONG)) for kind in RELOADED
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_rank_updated_from_its_regions_alone_equals_vllms_own_load(kind: str, models: Any) -> None:
-    """At TP 1 and both ranks of TP 2, with nonsense in all that the plan does not name."""
+    """At TP 1 and both ranks of TP 2, without anything that the plan does not name."""
     found = alone(of_all_ranks, models(kind, 1), models(kind, 2))
     for rank in found:
         assert rank["proved"] and rank["wrong"] == [[], []], rank
         assert rank["differ"] >= 10  # tensors that are not the same in the two checkpoints
         reloaded = RELOADED[kind]
-        assert rank["by"] == "copy" if reloaded is None else all(reloaded in layer for layer in rank["process"]), rank
+        assert (
+            rank["by"] == "copy"
+            if reloaded is None
+            else all(any(each in layer for each in reloaded) for layer in rank["process"])
+        ), rank
     one, *two = found
     assert one["needed"] == one["checkpoint"]
     # What every rank keeps whole is much of a tiny model: latent attention's first half, Mamba2's groups.
@@ -58,6 +62,13 @@ def test_the_control_a_plan_that_lacks_a_row_is_found_out(kind: str, tensor: str
     rank = alone(without_a_row, models(kind, 1), models(kind, 2), tensor)
     assert not rank["proved"] and rank["by"] == "reload"
     assert rank["wrong"] == [[], []]  # and nothing is wrong for it
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("layer", ["model.layers.1.self_attn.qkv_proj", "model.layers.1.mlp.down_proj"])
+def test_the_control_one_wrong_element_is_found_and_that_layer_alone_is_reloaded(layer: str, models: Any) -> None:
+    for rank in alone(with_a_wrong_element, models("llama", 1), models("llama", 2), f"{layer}.weight"):
+        assert rank["proved"] and rank["process"] == [layer] and rank["wrong"] == [[], []]
 
 
 @pytest.mark.timeout(240)

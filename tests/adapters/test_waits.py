@@ -44,8 +44,8 @@ def fetch_s(model: Model, rate: float) -> float:
 
 
 def first_install_s(model: Model) -> float:
-    """Two passes over fresh memory, four digests, three copies to the device: see conversion.py."""
-    return model.slice * (2 / FRESH + 4 / DIGEST + 3 / PEER)
+    """Three copies to the device and three digests, if all of its layers are packed: see conversion.py."""
+    return model.slice * (3 / PEER + 3 / DIGEST)
 
 
 def waits(model: Model) -> list[tuple[str, float, str, float]]:

@@ -16,7 +16,7 @@ from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.engine.follower import Follower
 from tensorhub_plugins.vllm.engine.staleness import Staleness
-from tensorhub_plugins.vllm.worker import contract, reload, weights
+from tensorhub_plugins.vllm.worker import contract, reload
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition
 
@@ -45,8 +45,7 @@ class Engine:
         contract.rehearse = lambda model, config, tensors: contract.Rehearsal(  # type: ignore[assignment,misc]
             contract.shapes_of(tensors), frozenset(tensors)
         )
-        reload.reload_checkpoint = lambda model, config, named: _fill(model, named)  # type: ignore[assignment,misc]
-        weights.checkpoint_view = lambda model, config: None  # type: ignore[assignment,misc]
+        reload.reload_checkpoint = lambda model, config, named, **_: _fill(model, named)  # type: ignore[assignment,misc]
         place = {"data_center": data_center, "rack": "", "host": name}
         given = {"hub": hub, **RUN, "replica": name, "location": place, "advertise_host": host, "transports": ("tcp",)}
         self.config = WorkerConfig.parse(given)

@@ -137,13 +137,13 @@ class HidingPatient(Patient):
     """A patient with something that no raw copy would carry, so that raw copies are not exchanged."""
 
     def __new__(cls, *args, **kwargs):
-        original = Conversion._judge
+        original = Conversion._prove
 
-        def judge(conversion, *states):
-            original(conversion, *states)
+        def prove(conversion, given, plan):
+            original(conversion, given, plan)
             conversion.hidden = ("kernel.scale",)
 
-        Conversion._judge = judge
+        Conversion._prove = prove
         return super().__new__(cls, *args, **kwargs)
 
 

@@ -136,6 +136,30 @@ def without_a_row(first: Path, second: Path, tensor: str) -> dict[str, Any]:
     return update_by_slices(first, second, 1, 0, lambda plan: lacking(plan, tensor))
 
 
+def with_a_wrong_element(first: Path, second: Path, target: str) -> list[dict[str, Any]]:
+    """Return the results of both ranks of TP 2, with a plan that has one element of this parameter from beside it."""
+    return [update_by_slices(first, second, 2, tp, lambda plan: moved(plan, target)) for tp in (0, 1)]
+
+
+def moved(plan: Any, target: str) -> Any:
+    def part(box: Any, row: int, column: int, rows: int, columns: int) -> Any:
+        offset, _, (down, right) = box
+        return offset + row * down + column * right, (rows, columns), (down, right)
+
+    *others, piece = (each for each in plan.pieces if each.target == target)
+    rows, columns = piece.taken[1]
+    parts = [
+        piece._replace(taken=part(piece.taken, *taken), written=part(piece.written, *written))
+        for taken, written in (
+            ((0, 1, 1, 1), (0, 0, 1, 1)),
+            ((0, 1, 1, columns - 1),) * 2,
+            ((1, 0, rows - 1, columns),) * 2,
+        )
+    ]
+    rest = [each for each in plan.pieces if each.target != target]
+    return dataclasses.replace(plan, pieces=(*rest, *others, *parts))
+
+
 def lacking(plan: Any, tensor: str) -> Any:
     name = next(name for name in plan.needed if tensor in name)
     *others, last = plan.needed[name]
@@ -150,7 +174,6 @@ def update_by_slices(
     from recipes.bench.sizes.ranks import Rank
     from tensorhub_plugins.vllm.worker import contract
     from tensorhub_plugins.vllm.worker.conversion import Conversion
-    from tensorhub_plugins.vllm.worker.filler import NONSENSE
     from tensorhub_plugins.vllm.worker.plan import Given
 
     rank = Rank(tp_size, tp)
@@ -163,7 +186,7 @@ def update_by_slices(
         by = conversion.install(Given.of(old, plan))
         after_first = bytes_of(model)
         proved = conversion._plan is plan
-        conversion.install(Given.of(new).cut(true_plan.needed, filler=NONSENSE))
+        conversion.install(Given.of(new).cut(true_plan.needed))
         after_second = bytes_of(model)
         process = sorted(conversion._process)
     truths = []

@@ -14,7 +14,7 @@ from simulated import Simulation
 
 from tensorhub_plugins.core import Client, Server, copy_all
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.worker import contract, reload, weights
+from tensorhub_plugins.vllm.worker import contract, reload
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition
 
@@ -43,7 +43,7 @@ def rehearsed(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal:
 def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace vLLM's layerwise reload."""
 
-    def load_all(model: Toy, vllm_config: Any, weights: Any, layers: Any = None) -> None:
+    def load_all(model: Toy, vllm_config: Any, weights: Any, **_: Any) -> None:
         named = dict(weights)
         with torch.no_grad():
             copy_all([(model.fused, torch.cat([named["a"], named["b"]]))])
@@ -52,7 +52,6 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reload, "reload_checkpoint", load_all)
     monkeypatch.setattr(contract, "rehearse", rehearsed)
-    monkeypatch.setattr(weights, "checkpoint_view", lambda model, vllm_config: None)
 
 
 class Engines:

@@ -152,7 +152,7 @@ def fetched(wanted: Any, shapes: Any, seed: int) -> Any:
 
 
 class Passes(TorchDispatchMode):
-    """Counts the bytes that copies write and digests read; what it costs spoils the seconds."""
+    """Counts the bytes that copies write, and that digests and comparisons read; what it costs spoils the seconds."""
 
     def __enter__(self) -> Passes:
         from tensorhub_plugins.vllm.worker import conversion
@@ -168,8 +168,10 @@ class Passes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), kwargs: Any = None) -> Any:
         result = function(*given, **(kwargs or {}))
-        if function is torch.ops.aten.copy_.default:
+        if function is torch.ops.aten.copy_.default and not result.is_meta:  # vLLM counts elements so
             self.size_bytes += result.nbytes
+        elif function is torch.ops.aten.equal.default:
+            self.size_bytes += given[0].nbytes
         elif function is torch.ops.aten._foreach_copy_.default:
             self.size_bytes += sum(target.nbytes for target in given[0])
         return result

@@ -3,41 +3,43 @@
 The engine stands still for it. The reload works through every layer in Python, and for most layers it comes down to
 writing boxes of tensors where the plan says (plan.py). But a model may rename, permute and scale what it loads and
 derive more from it, loaders may read what no rehearsal showed, and a reload may leave behind what it derived the first
-time. So the first conversion of a checkpoint is a trial
+time. So the first conversion of a checkpoint is a trial, over what this worker takes of it and no more
 
-    reload the checkpoint      state 1
-    copy noise                 state 2, where copies are possible at all
-    reload noise               state 3
-    install the checkpoint     state 4: copies for the layers that are right in state 2, a reload of all others; and of
-                               the checkpoint only the regions that the plan needs, with nonsense around them
-    reload the checkpoint      state 5, only if 4 is not 1
+    reload the checkpoint           state 1, unless no layer is known to be packed, cast or derived
+    reload noise                    state 2; each piece of the plan is compared with the live weights
+    install the checkpoint          state 3: copies for the layers of pieces, a reload of the others; with no others,
+                                    a reload of all
 
-of the digests of all weights, and of every other tensor and number reachable from the model (hidden.py).
-    2 equals 3      in all weights of a layer: copies do there what a reload does, and are used from now on
-    1 equals 4      nothing else of the checkpoint is needed: from now on only those regions are fetched
-    1 equals the last      an install leaves nothing of the version before, or the model is refused
-    1 unlike 3      in every weight that is derived from others, or the model is refused
-    hidden, 1 unlike 3      derived, and no part of a raw copy: raw copies are not exchanged with peers
+A state is the digests of all weights that are not pieces, and of every other tensor and number reachable from the model
+(hidden.py). Layers that consist of pieces are loaded where they are: alone they take two writes and a comparison.
+    each piece of noise is there    copies do in its layer what a reload does, and are used from now on
+    2 equals 1 (or 3) beside them   the same; if not, that layer is reloaded, and the trial begins again
+    hidden, 2 unlike 1 (or 3)       derived; it may be from any layer, so all are reloaded, and the trial begins
+                                    again. Then it is no part of a raw copy, and these are not exchanged with peers
+    1 equals 3                      an install leaves nothing of the version before, and needs what the plan says; if
+                                    not, all of the checkpoint must come, and if not even then, the model is refused
+    2 unlike 3                      in every weight that is derived from others, or the model is refused
 
-A first checkpoint of which only those regions have come, because a rehearsal without its bytes has named them, goes the
-same way: around them state 1 has zeros and state 4 nonsense. Where these are not equal, all of it must come first.
+Loaders get no numbers but those that the plan names (partial.py): one that reads more raises NotEnough, and then all of
+the checkpoint must come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from tensorhub_plugins.core import Slab, UsageError, copy_all, flat_bytes, progress, without_aliases, work
+from tensorhub_plugins.core import Slab, TensorHubError, UsageError, copy_all, flat_bytes, progress, work
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.vllm.worker import online, reload, weights
+from tensorhub_plugins.vllm.worker import cpu, online, partial, reload, weights
 from tensorhub_plugins.vllm.worker.contract import some
-from tensorhub_plugins.vllm.worker.filler import BLOCK_SIZE_BYTES_MAX, NONSENSE, ZERO, Noise
 from tensorhub_plugins.vllm.worker.hidden import walk
+from tensorhub_plugins.vllm.worker.noise import Noise
+from tensorhub_plugins.vllm.worker.partial import NotEnough as NotEnough
 from tensorhub_plugins.vllm.worker.plan import (
     Box,
     Given,
@@ -58,14 +60,11 @@ logger = get_logger(__name__)
 
 WORTH_IT = 0.95  # of the checkpoint's bytes: fetching regions must save more than some tiny tensors
 
-Weights = Iterable[tuple[str, torch.Tensor]]
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # target and source of a copy
 _Lies = tuple[Region, tuple[int, ...]]  # a region, and the strides of its tensor
 _Place = tuple[str, Box, int, Box | None]  # target, box in it, index of the held region, box in that (None: all of it)
-
-
-class NotEnough(Exception):
-    """More of a checkpoint is needed than what is here; the weights are mixed."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ class Conversion:
         """Begin without a trial. steps: with the workers that this one makes scales together with (online.py)."""
         self._model, self._vllm_config, self._steps = model, vllm_config, steps
         self._tried: Shapes | None = None  # the shapes of the checkpoint that was tried
-        self._copies_are_right = False  # for all layers
         self._plan: Plan | None = None  # proved to be sufficient
+        self._lacks = False  # the plan lacked something
         self._process: frozenset[str] = frozenset()  # with a plan: the layers that are reloaded, the others are copied
         self._places: Places | None = None  # the copies of the plan
         self.hidden: tuple[str, ...] = ()
@@ -93,115 +92,94 @@ class Conversion:
         """Replace all weights of the model by these, under their Hugging Face names. Return how: "reload" also if only
         some layers need it.
 
-        Raises NotEnough for a first checkpoint that has to arrive whole, whatever a loader raises, or UsageError for a
-        model whose updates are shown to be wrong; its weights are mixed then.
+        Raises NotEnough for a checkpoint that has to arrive whole, whatever a loader raises, or UsageError for a model
+        whose updates are shown to be wrong; its weights are mixed then.
         """
         given = checkpoint if isinstance(checkpoint, Given) else Given.of(checkpoint)
         if not self._steps.all("a checkpoint like the last", self._tried == given.shapes):
             self._try(given)
-            self._tried = given.shapes
         else:
             self._install(given)
-        return "copy" if self._copies_are_right else "reload"
+        return "reload" if self._plan is None or self._process else "copy"
 
     def wanted(self) -> Plan | None:
         """Return what of the next checkpoint to fetch: only what this plan needs; None: all of it."""
-        return worth_it(self._plan)
+        return None if self._tried is None else worth_it(self._plan)
 
     def fits(self, shapes: Shapes) -> bool:
         """Return whether a checkpoint of these shapes was tried."""
         return self._tried == shapes
 
     def _install(self, given: Given) -> None:
-        if self._plan is not None or self._copies_are_right:
-            self._copy(given.held.items())
-            if self._plan is not None and self._process:
-                self._reload(self._whole(given, self._plan.sources_of(self._process)), self._process)
-        else:
-            self._reload(self._whole(given))
+        if self._plan is None:
+            self._reload(given, given.held)
+            return
+        self._copy(given.held.items())
+        if self._process:
+            self._reload(given, self._plan.sources_of(self._process), self._process)
 
     def _try(self, given: Given) -> None:
-        plan = given.plan
-        if not given.is_whole:
-            given = given.with_filler(ZERO)
-            if plan is None:
-                raise NotEnough("only a whole checkpoint can be put to the test without a plan")
-        self._copies_are_right, self._plan, self._process, self.hidden = False, None, frozenset(), ()
-        self._reload(self._whole(given))
-        first, noisy = self._state(), None
-        try:
-            copied, noise = None, noise_like(given, plan)
-            if self._can_copy(given.shapes, plan):
-                self._plan = plan
-                self._copy(noise.held.items())
-                copied = self._state()
-            self._plan = None
-            self._reload(self._whole(noise))
-            noisy = self._state()
-            self._compare(first, copied, noisy, plan)
-        except Exception:
-            self._plan = None
-            logger.exception("how this model follows updates was not put to the test, so raw copies are not traded")
-        last = self._as_needed(first, noisy, given)
-        if not self._steps.all("all that is needed", last is not None):
-            self._copies_are_right, self._plan, self._process = False, None, frozenset()
+        if self._tried is not None:
+            self._tried, self._lacks = None, False
+        self.hidden, plan = (), given.plan
+        if plan is None and not given.is_whole:
+            raise NotEnough("only a whole checkpoint can be put to the test without a plan")
+        is_enough = self._steps.all("a plan", plan is not None and not self._lacks)
+        if plan is None or not is_enough or not self._steps.all("what is needed", self._is_enough(given, plan)):
             if not self._steps.all("a whole checkpoint", given.is_whole):
                 raise NotEnough("the model takes more of the checkpoint than its loaders were seen to take")
-            self._reload(self._whole(given))
-            last = None
-        self._judge(first, noisy, last or self._state())
-        how = "plain copies" if self._copies_are_right else "vLLM's reload"
+            self._prove(given, None)
+        self._tried = given.shapes
+        how = "vLLM's reload" if self._plan is None else "plain copies"
         if self._plan is not None and self._process:
             how = f"plain copies, and by vLLM's reload of {len(self._process)} layers, {some(sorted(self._process))}"
         logger.info("checkpoints become live weights by %s", how)
         if (plan := self.wanted()) is not None:
             logger.info("%.1f of %.1f MB are needed here", plan.needed_bytes / 1e6, plan.checkpoint_bytes / 1e6)
 
-    def _compare(self, first: _State, copied: _State | None, noisy: _State, plan: Plan | None) -> None:
-        """Decide how checkpoints are installed, by comparing copies of noise with a reload of it."""
-        wrong = _differ({} if copied is None else copied.weights, noisy.weights)
-        derived = _differ(first.hidden, noisy.hidden)
-        # Derived values outside the weights show that copies are not enough, but not for which layer.
-        lags = copied is not None and any(copied.hidden.get(name) != noisy.hidden.get(name) for name in derived)
-        if not wrong and not lags:
-            self._copies_are_right, self._plan = True, plan
-        elif plan is not None:
-            layers = {name for name, _ in self._model.named_modules()}
-            self._process = frozenset(layers) if lags else plan.process | {layer_of(name) for name in wrong}
-            self._plan = plan
-
-    def _as_needed(self, first: _State, noisy: _State | None, given: Given) -> _State | None:
-        """Install only what the plan needs, and return the state; None: it is not that of a reload of everything."""
-        plan = self._plan
-        if plan is None:
-            if self._copies_are_right:
-                self._install(given)
-            return self._state() if self._copies_are_right else None
+    def _is_enough(self, given: Given, plan: Plan) -> bool:
+        """Install what the plan needs, and put it to the test. Return False, with mixed weights, if it lacks anything
+        that loaders want, or noise could not be loaded."""
         try:
-            self._install(given.cut(plan.needed, filler=NONSENSE))
-        except Exception:
+            self._prove(given, plan)
+        except TensorHubError:
+            raise
+        except Exception as error:
+            if not isinstance(error, NotEnough) and not plan.is_cut:
+                raise
             logger.warning("what was seen to be needed of a checkpoint is not enough to install it", exc_info=True)
-            return None
-        now = self._state()
-        derived = [] if noisy is None else _differ(first.hidden, noisy.hidden)
-        wrong = _differ(first.weights, now.weights) + [n for n in derived if first.hidden.get(n) != now.hidden.get(n)]
-        if wrong:
-            logger.info("what was seen to be needed of a checkpoint is not enough for %s", some(sorted(wrong)))
-        return None if wrong else now
+            self._lacks = True
+            return False
+        return True
 
-    def _judge(self, first: _State, noisy: _State | None, last: _State) -> None:
-        stale = _differ(first.weights, last.weights)
+    def _prove(self, given: Given, plan: Plan | None) -> None:
+        """Install a checkpoint, and find out how later ones are. plan: what to take of it; None: all."""
+        every = frozenset(name for name, _ in self._model.named_modules())
+        derived = frozenset(reload.derived(self._model))
+        process = every
+        if plan is not None:
+            process = plan.process.union(cpu.packed_experts(self._model), map(layer_of, derived))
+        while True:
+            first, noisy, last, wrong = self._trial(given, plan, process)
+            hides = _differ((first or last).hidden, noisy.hidden) if noisy is not None else []
+            more = (every if hides else wrong) - process
+            if self._steps.all("what is copied", not more):
+                break
+            process |= more
+        stale = [] if first is None else _differ(first.weights, last.weights)
+        if (
+            plan is not None
+            and first is not None
+            and (stale or any(first.hidden.get(name) != last.hidden.get(name) for name in hides))
+        ):
+            raise NotEnough(f"it is not enough for {some(sorted([*stale, *hides]))}")
         if noisy is None:
             self.hidden = ("what has not been put to the test",)
-        else:
-            derived = reload.derived(self._model)
-            stale += [name for name in derived if noisy.weights.get(name) == first.weights.get(name)]
-            # Derived values return with the checkpoint, or lag one install behind; counters and scratch do neither.
-            self.hidden = tuple(
-                name
-                for name in _differ(first.hidden, noisy.hidden)
-                if last.hidden.get(name) in (first.hidden.get(name), noisy.hidden.get(name))
-            )
+        else:  # derived values return with the checkpoint, or lag one install behind; counters and scratch do neither
+            before = last if first is None else first
+            values = {name: (before.hidden.get(name), noisy.hidden.get(name)) for name in hides}
+            self.hidden = tuple(name for name in hides if last.hidden.get(name) in values[name])
+            stale += [name for name in derived if noisy.weights.get(name) == before.weights.get(name)]
         if stale:
             raise UsageError(
                 f"{len(stale)} tensors of this model do not follow an update: {some(sorted(stale))}. It cannot be "
@@ -212,13 +190,37 @@ class Conversion:
                 "derived and kept beside the weights, so raw copies are not traded: %s", some(sorted(self.hidden))
             )
 
-    def _can_copy(self, shapes: Shapes, plan: Plan | None) -> bool:
-        if plan is not None:
-            return bool(plan.pieces)
-        targets = {name: target for name, target in self._targets().items() if name in shapes}
-        return bool(targets) and all(
-            target.shape == shapes[name][1] and shapes[name][0].is_floating_point for name, target in targets.items()
-        )
+    def _trial(
+        self, given: Given, plan: Plan | None, process: frozenset[str]
+    ) -> tuple[_State | None, _State | None, _State, frozenset[str]]:
+        """Install the checkpoint as one with this plan, whose other layers are copied, and return states 1 to 3 (None:
+        there is none, or noise could not be loaded), and the layers in which copies are wrong."""
+        pieces = _Pieces(self._model, plan, process)
+        self._plan, self._process, first, noisy, wrong = plan, process, None, None, frozenset[str]()
+        if process:
+            self._reload(given, given.shapes, in_place=pieces.filled)
+            first = self._state(pieces)
+        try:
+            noise = noise_like(given, plan, self._device)
+            self._reload(noise, given.shapes, in_place=pieces.filled)
+            wrong = pieces.wrong(noise)
+            made = map(layer_of, reload.derived(self._model))
+            noisy = self._state(pieces, without=process.difference(made))
+            del noise
+        except NotEnough:
+            raise
+        except Exception as error:
+            logger.exception("how this model follows updates was not put to the test, so raw copies are not traded")
+            if plan is not None:
+                raise NotEnough("noise could not be loaded") from error
+        if plan is not None and process:
+            self._install(given.cut(plan.needed))
+        else:
+            self._reload(given, given.shapes, in_place=pieces.filled)
+        last = self._state(pieces)
+        if plan is not None and noisy is not None:
+            wrong |= frozenset(map(layer_of, _differ((first or last).weights, noisy.weights)))
+        return first, noisy, last, wrong
 
     def _copy(self, checkpoint: Iterable[tuple[str, Sequence[Held]]]) -> None:
         copies = self._copies()
@@ -228,30 +230,33 @@ class Conversion:
 
     def _copies(self) -> Callable[[str, Sequence[Held]], Pairs]:
         """Return a function that gives the copies for a tensor of the checkpoint."""
-        plan = self._plan
-        if plan is None:
-            targets = self._targets()
-            return lambda name, held: [(targets[name], held[0].tensor)] if name in targets else []
-        if self._places is None or not self._places.are_of(plan, self._process):
-            self._places = Places(plan, self._process)
-        return partial(self._places.pairs, weights.by_name(self._model))
+        assert self._plan is not None
+        if self._places is None or not self._places.are_of(self._plan, self._process):
+            self._places = Places(self._plan, self._process)
+        places, live = self._places, weights.by_name(self._model)
+        return lambda name, held: places.pairs(live, name, held)
 
-    def _targets(self) -> dict[str, torch.Tensor]:
-        """Return where the tensors of a checkpoint go without a plan; {} if copies are impossible."""
-        of_names = weights.checkpoint_view(self._model, self._vllm_config) or {}
-        return without_aliases(of_names)  # a tied head is listed under the embedding's name, which is first
-
-    def _reload(self, checkpoint: Weights, *layers: frozenset[str]) -> None:
+    def _reload(
+        self,
+        given: Given,
+        names: Collection[str],
+        layers: frozenset[str] | None = None,
+        in_place: frozenset[str] = frozenset(),
+    ) -> None:
+        """Reload these tensors, in the same order in all workers that quantize together."""
+        whole = partial.whole(given, sorted(names) if self._steps.together else names, self._device)
+        told = progress.of(whole, "the checkpoint is converted", len(names), "tensors")
+        how: dict[str, Any] = {} if layers is None else {"layers": layers}
+        how |= {"in_place": in_place} if in_place else {}
         with online.in_step(self._model, self._steps):
-            reload.reload_checkpoint(self._model, self._vllm_config, checkpoint, *layers)
+            reload.reload_checkpoint(self._model, self._vllm_config, work.counted(told), **how)
 
-    def _whole(self, given: Given, names: Sequence[str] | None = None) -> Weights:
-        """Return the whole tensors, in the same order in all workers that quantize together."""
-        names = given.names if names is None else names
-        whole = given.whole(sorted(names) if self._steps.together else names)
-        return work.counted(progress.of(whole, "the checkpoint is converted", len(names), "tensors"))
+    @property
+    def _device(self) -> torch.device:
+        return next((each.device for each in self._model.parameters() if not each.is_meta), torch.device("cpu"))
 
-    def _state(self) -> _State:
+    def _state(self, pieces: _Pieces, without: frozenset[str] = frozenset()) -> _State:
+        """Return the state of all that is not a piece, and no weight of these layers."""
         live = weights.tensors(self._model)
         own = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
         hidden: dict[str, object] = {}
@@ -261,7 +266,48 @@ class Conversion:
                     hidden[name] = _digests_of(value.contiguous())
             elif not weights.is_refreshed(name):
                 hidden[name] = repr(value)  # NaN is equal to itself there
-        return _State({name: _digests_of(tensor) for name, tensor in work.counted(live.items())}, hidden)
+        counting = [(name, tensor) for name, tensor in live.items() if layer_of(name) not in without]
+        around = ((name, pieces.around(tensor)) for name, tensor in work.counted(counting))
+        found = {name: _digests_of(tensor) for name, tensor in around if tensor is not None}
+        return _State(found, hidden)
+
+
+class _Pieces:
+    """The pieces of a plan in a live model, except those of these layers. filled: parameters that are pieces, all of
+    their elements."""
+
+    def __init__(self, model: torch.nn.Module, plan: Plan | None, process: frozenset[str]) -> None:
+        self._live, self._places = weights.by_name(model), None if plan is None else Places(plan, process)
+        self._boxes: dict[int, list[Box]] = {}  # by address: tied parameters have several names
+        left = Counter({name: tensor.numel() for name, tensor in self._live.items()})
+        copied = [] if plan is None else [piece for piece in plan.pieces if layer_of(piece.target) not in process]
+        for piece in copied:
+            self._boxes.setdefault(self._live[piece.target].data_ptr(), []).append(piece.written)
+            left[piece.target] -= torch.Size(piece.written[1]).numel()
+        self.filled = frozenset(piece.target for piece in copied if not left[piece.target])
+        self._full = {self._live[name].data_ptr() for name in self.filled}
+
+    def wrong(self, noise: Given) -> frozenset[str]:
+        """Return the layers in which an element is not what a copy of this noise would write there."""
+        places = self._places
+        if places is None:
+            return frozenset()
+        found: set[str] = set()
+        for name, held in work.counted(noise.held.items()):
+            pairs = places.pairs(self._live, name, held)
+            targets = (piece.target for piece in places.pieces(name))
+            found |= {layer_of(to) for to, pair in zip(targets, pairs, strict=True) if not _same(*pair)}
+        return frozenset(found)
+
+    def around(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return what of a live tensor is no piece, as a copy with zeros; None: nothing."""
+        boxes = self._boxes.get(tensor.data_ptr())
+        if boxes is None or tensor.data_ptr() in self._full:
+            return tensor if boxes is None else None
+        rest = tensor.clone()
+        for box in boxes:
+            view(rest, box).zero_()
+        return rest
 
 
 class Places:
@@ -270,7 +316,7 @@ class Places:
 
     def __init__(self, plan: Plan, process: frozenset[str]) -> None:
         self._plan, self._process = plan, process
-        self._pieces = plan.by_source(without=process)
+        self.pieces = plan.by_source(without=process)
         self._known: dict[str, tuple[list[_Lies], list[_Place]]] = {}  # by tensor: as it arrived the last time
 
     def are_of(self, plan: Plan, process: frozenset[str]) -> bool:
@@ -282,7 +328,7 @@ class Places:
         lies = [(region, tensor.stride()) for region, tensor in held]
         known = self._known.get(name)
         if known is None or known[0] != lies:
-            known = self._known[name] = lies, [self._place(piece, held) for piece in self._pieces(name)]
+            known = self._known[name] = lies, [self._place(piece, held) for piece in self.pieces(name)]
         whole = self._plan.shapes[name][1]
         return [
             (view(live[target], written), held[i].tensor if taken is None else view(in_order(held[i], whole), taken))
@@ -310,17 +356,22 @@ def _digests_of(tensor: torch.Tensor) -> bytes:
     return Slab.adopt({"": flat_bytes(tensor)}).manifest().root()
 
 
-def noise_like(given: Given, plan: Plan | None) -> Given:
-    """Return noise for all tensors of a checkpoint, the same every time and no two regions alike: of those that take
-    much memory only what the plan needs, with zeros around it. Integers are kept: they may be indices."""
+def _same(live: torch.Tensor, source: torch.Tensor) -> bool:
+    """Return whether a copy would change nothing, not a bit."""
+    source = source.to(live.device, live.dtype)
+    return torch.equal(live.view(BITS[live.itemsize]), source.view(BITS[live.itemsize]))
+
+
+def noise_like(given: Given, plan: Plan | None, device: torch.device) -> Given:
+    """Return noise for what the plan needs of a checkpoint (None: for all), always the same, and no two regions alike.
+    Integers are kept: they may be indices."""
     regions: list[tuple[str, torch.dtype, Region]] = []
     for name, (dtype, shape) in sorted(given.shapes.items()):
         if dtype.is_floating_point:
-            is_large = dtype.itemsize * shape.numel() > BLOCK_SIZE_BYTES_MAX
-            needed = (whole_region(shape),) if plan is None or not is_large else plan.needed.get(name, ())
+            needed = (whole_region(shape),) if plan is None else plan.needed.get(name, ())
             regions += [(name, dtype, region) for region in needed]
-    noise = Noise((dtype, torch.Size(region.shape).numel()) for _, dtype, region in regions)
+    noise = Noise(((dtype, torch.Size(region.shape).numel()) for _, dtype, region in regions), device)
     held = {name: given.held[name] for name in given.held if not given.shapes[name][0].is_floating_point}
     for number, (name, dtype, region) in enumerate(regions):
         held[name] = (*held.get(name, ()), Held(region, noise.of(number, dtype, torch.Size(region.shape))))
-    return Given(held, given.shapes, filler=ZERO)
+    return Given(held, given.shapes)

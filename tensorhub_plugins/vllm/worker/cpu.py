@@ -109,17 +109,20 @@ def check_layers(model: torch.nn.Module, vllm_config: Any) -> None:
             raise UsageError(f"{name}: experts with a bias cannot be updated on the CPU build of vLLM")
 
 
-def forget_expert_kernels(model: torch.nn.Module, layers: Collection[str] | None = None) -> None:
-    """Make unquantized experts (None: of all layers) pack again: they do so only while they have no kernel."""
+def packed_experts(model: torch.nn.Module) -> list[str]:
+    """Return the layers of unquantized experts that this build packs, whatever it has loaded."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
-    for name, module in model.named_modules():
-        method: Any = getattr(module, "quant_method", None)
-        if layers is not None and name not in layers:
-            continue
-        if type(method).__name__ == "UnquantizedFusedMoEMethod":
+    of_experts = "UnquantizedFusedMoEMethod" if current_platform.is_cpu() else None
+    named = ((name, getattr(module, "quant_method", None)) for name, module in model.named_modules())
+    return [name for name, method in named if type(method).__name__ == of_experts]
+
+
+def forget_expert_kernels(model: torch.nn.Module, layers: Collection[str] | None = None) -> None:
+    """Make unquantized experts (None: of all layers) pack again: they do so only while they have no kernel."""
+    for name in packed_experts(model):
+        if layers is None or name in layers:
+            method: Any = model.get_submodule(name).quant_method
             method.moe_kernel = None
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, reduce
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from tensorhub_plugins.core import Fetched, Part, TensorSpec, TensorTable, common_box
-from tensorhub_plugins.vllm.worker.filler import Filler
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, shape, strides, in elements
 Shapes = Mapping[str, tuple[torch.dtype, torch.Size]]
@@ -101,14 +100,11 @@ class Plan:
         specs = (specs_of(name, *self.shapes[name], regions) for name, regions in self.needed.items())
         return TensorTable.of(chain.from_iterable(specs))
 
-    def for_trial(self) -> Plan:
-        """Return the same plan with all elements that are not floating-point numbers: noise cannot replace them."""
-        whole = {
-            name: (whole_region(shape),)
-            for name, (dtype, shape) in self.shapes.items()
-            if name in self.needed and not dtype.is_floating_point
-        }
-        return replace(self, needed={**self.needed, **whole})
+    @property
+    def is_cut(self) -> bool:
+        """Return whether it needs less than a whole tensor of any."""
+        wholes = {name: (whole_region(shape),) for name, (_, shape) in self.shapes.items()}
+        return any(regions != wholes[name] for name, regions in self.needed.items())
 
     @property
     def needed_bytes(self) -> int:
@@ -285,18 +281,11 @@ class Given:
     """A checkpoint of which perhaps only regions are here, as whole tensors or by boxes.
 
     held: by tensor, its regions. shapes: as they were published, of all tensors. plan: how this worker would use a
-    whole one. filler: every byte that `whole` has where nothing is here; None: whatever the memory held.
+    whole one.
     """
 
-    def __init__(
-        self,
-        held: Mapping[str, Sequence[Held]],
-        shapes: Shapes,
-        *,
-        plan: Plan | None = None,
-        filler: int | None = None,
-    ) -> None:
-        self.held, self.shapes, self.plan, self._filler = held, shapes, plan, Filler(filler)
+    def __init__(self, held: Mapping[str, Sequence[Held]], shapes: Shapes, *, plan: Plan | None = None) -> None:
+        self.held, self.shapes, self.plan = held, shapes, plan
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], plan: Plan | None = None) -> Given:
@@ -315,38 +304,14 @@ class Given:
         """Return the tensors that are one region, or whole."""
         return {name: held[0].tensor for name, held in self.held.items() if len(held) == 1}
 
-    @property
-    def names(self) -> list[str]:
-        """Return the names that `whole` has."""
-        return list(self.held if self._filler.byte is None else self.shapes)
-
-    def cut(self, needed: Mapping[str, Sequence[Region]], *, filler: int | None = None) -> Given:
+    def cut(self, needed: Mapping[str, Sequence[Region]]) -> Given:
         """Return only these regions of what is here."""
 
         def cut(name: str) -> list[Held]:
             shape, held = self.shapes[name][1], self.held[name]
             return [Held(each, view_in(held, shape, each.box_in(shape))) for each in needed[name]]
 
-        return Given(Lazy(needed, cut), self.shapes, filler=filler)
-
-    def with_filler(self, filler: int) -> Given:
-        """Return the same with a filler, which is read where nothing is here."""
-        return Given(self.held, self.shapes, plan=self.plan, filler=filler)
-
-    def whole(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors of the published shapes for loaders; with a filler also those of which nothing is here. Missing
-        parts take memory only for the pages that are touched; each tensor lives only as long as its user holds it."""
-        for name in self.names if names is None else names:
-            dtype, shape = self.shapes[name]
-            held = self.held.get(name, ())
-            if held and held[0].region.shape == tuple(shape):
-                yield name, held[0].tensor
-                continue
-            expanded = self._filler.tensor(dtype, shape, tuple(region for region, _ in held))
-            for region, tensor in held:
-                region.of(expanded).copy_(tensor)
-            yield name, expanded
-            del expanded  # its memory is the next one's, if the loaders are done with it
+        return Given(Lazy(needed, cut), self.shapes)
 
 
 def held_whole(tensor: torch.Tensor) -> tuple[Held, ...]:

@@ -24,19 +24,21 @@ def reload_checkpoint(
     vllm_config: Any,
     checkpoint: Iterable[tuple[str, torch.Tensor]],
     layers: Collection[str] | None = None,
+    in_place: Collection[str] = (),
 ) -> None:
     """Replace all weights of the model by those of a checkpoint, through vLLM's layerwise reload.
 
     The checkpoint must fill the model (see contract.py), or these layers of it: the others keep what they have, and
-    attention layers derive their values again. When anything raises, the model has its live tensors back and can be
-    reloaded again; their bytes are mixed. The caller ensures that nothing is computed meanwhile.
+    attention layers derive their values again. in_place: parameters that loaders fill to the last element, which are
+    loaded where they are, if vLLM computes with them as they are loaded. When anything raises, the model has its live
+    tensors back and can be reloaded again; their bytes are mixed. The caller ensures that nothing is computed then.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     with torch.no_grad(), set_current_vllm_config(vllm_config), cpu.live_layers(), preserved(model):
         cpu.forget_expert_kernels(model, layers)
-        with defined_paddings(), without_false_alarms(), rebound_references(model):
+        with defined_paddings(), loaded_in_place(model, in_place), without_false_alarms(), rebound_references(model):
             initialize_layerwise_reload(model)
             load_weights: Any = model.load_weights
             load_weights(checkpoint)
@@ -56,6 +58,57 @@ def defined_paddings() -> Iterator[None]:
         yield
     finally:
         meta.materialize_meta_tensor = original
+
+
+@contextmanager
+def loaded_in_place(model: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Have vLLM's reload load these parameters into their own memory, and copy no memory onto itself."""
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+
+    prefixes = {layer: f"{name}." if name else "" for name, layer in model.named_modules()}
+    process, materialize = layerwise._layerwise_process, meta.materialize_meta_tensor
+    restore = layerwise._copy_and_restore_kernel_tensors
+    own: dict[int, torch.Tensor] = {}  # by the id of the parameter without memory: the live one
+
+    def processed(layer: torch.nn.Module, info: Any) -> None:
+        live = {} if info.kernel_tensors is None else info.kernel_tensors[0]
+        for name, parameter in layer._parameters.items():
+            if prefixes[layer] + name in names and name in live and parameter is not None and parameter.is_meta:
+                own[id(parameter)] = live[name]
+        process(layer, info)
+        own.clear()
+
+    def materialized(tensor: torch.Tensor) -> torch.Tensor:
+        live = own.get(id(tensor))
+        if live is None or (live.shape, live.stride(), live.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
+            return materialize(tensor)
+        made = live.data
+        made.__class__, made.__dict__ = tensor.__class__, tensor.__dict__.copy()
+        return made
+
+    def restored(layer: torch.nn.Module, info: Any) -> None:
+        parameters, buffers = info.kernel_tensors
+        elsewhere = {}
+        for name, live in parameters.items():
+            now = getattr(layer, name)
+            if now.untyped_storage().data_ptr() == live.untyped_storage().data_ptr():
+                if (now.data_ptr(), now.shape, now.stride()) == (live.data_ptr(), live.shape, live.stride()):
+                    continue
+                now.data = now.data.clone()  # turned where it lies
+            elsewhere[name] = live
+        info.kernel_tensors = elsewhere, buffers
+        restore(layer, info)
+        if len(elsewhere) < len(parameters):
+            info.kernel_tensors = parameters, buffers
+            layerwise._place_kernel_tensors(layer, info)  # all, in the order that they had
+
+    layerwise._layerwise_process, meta.materialize_meta_tensor = processed, materialized
+    layerwise._copy_and_restore_kernel_tensors = restored
+    try:
+        yield
+    finally:
+        layerwise._layerwise_process, meta.materialize_meta_tensor = process, materialize
+        layerwise._copy_and_restore_kernel_tensors = restore
 
 
 @contextmanager

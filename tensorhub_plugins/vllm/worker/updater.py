@@ -366,7 +366,7 @@ class Updater:
         found.release()
         try:
             needed = worth_it(self._plan_ahead(plan.given_by(found).shapes, deadline))
-            wanted = None if needed is None else self._quantizer.wanted(needed.for_trial())
+            wanted = None if needed is None else self._quantizer.wanted(needed)
             staged = self._get(version, (CHECKPOINT,), deadline, serve=self._relays, wanted=wanted)
         except BaseException:
             if found.converts is not None:
