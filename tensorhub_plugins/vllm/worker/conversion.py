@@ -358,7 +358,10 @@ def _digests_of(tensor: torch.Tensor) -> bytes:
 
 def _same(live: torch.Tensor, source: torch.Tensor) -> bool:
     """Return whether a copy would change nothing, not a bit."""
-    source = source.to(live.device, live.dtype)
+    if (source.device, source.dtype) != (live.device, live.dtype):
+        copied = torch.empty_like(live)
+        copy_all([(copied, source)])
+        source = copied
     return torch.equal(live.view(BITS[live.itemsize]), source.view(BITS[live.itemsize]))
 
 

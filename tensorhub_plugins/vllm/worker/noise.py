@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from tensorhub_plugins.core import copy_all
 from tensorhub_plugins.core.log import get_logger
 
 logger = get_logger(__name__)
@@ -27,10 +28,10 @@ class Noise:
         self._blocks: dict[torch.dtype, torch.Tensor] = {}
         for dtype, length in longest.items():
             try:
-                self._blocks[dtype] = _repeated(values.to(dtype).to(device), NOISE_LENGTH + length)
+                self._blocks[dtype] = _repeated(values.to(dtype), NOISE_LENGTH + length, device)
             except torch.OutOfMemoryError:
                 logger.debug("no room for %d numbers of noise on %s", length, device)
-                self._blocks[dtype] = _repeated(values.to(dtype), NOISE_LENGTH + length)
+                self._blocks[dtype] = _repeated(values.to(dtype), NOISE_LENGTH + length, values.device)
 
     def of(self, number: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         """Return a contiguous tensor, for each number another. Do not write into it: others are views of its memory."""
@@ -38,8 +39,7 @@ class Noise:
         return self._blocks[dtype][first : first + shape.numel()].view(shape)
 
 
-def _repeated(values: torch.Tensor, length: int) -> torch.Tensor:
-    block = values.new_empty(length)
-    for part in torch.split(block, len(values)):
-        part.copy_(values[: len(part)])
+def _repeated(values: torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
+    block = torch.empty(length, dtype=values.dtype, device=device)
+    copy_all((part, values[: len(part)]) for part in torch.split(block, len(values)))
     return block
