@@ -10,6 +10,7 @@ import torch
 from tensorhub_plugins.core import Location
 from tensorhub_plugins.core.client.changes import Changes
 from tensorhub_plugins.core.deltas import native
+from tensorhub_plugins.core.deltas.cache import _Worth
 from tensorhub_plugins.core.deltas.pace import Pace
 
 HERE, THERE, ELSEWHERE = (Location(host=name) for name in "abc")
@@ -71,4 +72,5 @@ def compiled_first() -> None:
 def as_on_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within this host deltas save no time: they are taken all the same."""
     monkeypatch.setattr(Changes, "asked", lambda self, rate: None)
+    monkeypatch.setattr(_Worth, "is_worth", lambda self, rate: True)
     monkeypatch.setattr(Pace, "takes_deltas", lambda self: True)

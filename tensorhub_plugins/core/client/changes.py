@@ -23,7 +23,7 @@ from tensorhub_plugins.core.client import calls
 from tensorhub_plugins.core.deltas import codec, native
 from tensorhub_plugins.core.deltas.cache import Deltas
 from tensorhub_plugins.core.deltas.codec import Bytes, Span
-from tensorhub_plugins.core.deltas.frame import Step, links_of, steps_of
+from tensorhub_plugins.core.deltas.frame import CHAIN_MAX, Step, links_of, steps_of
 from tensorhub_plugins.core.deltas.pace import Pace
 from tensorhub_plugins.core.digests import XXH3, digest_of
 from tensorhub_plugins.core.errors import UsageError, VersionGone
@@ -211,14 +211,20 @@ class Sender:
         self._changes.asked(rate)
         manifest, wanted = mine.manifest, mine.manifest.digest(segment)
         start, stop = manifest.segment_range(segment)
-        most = int(codec.WORTH * (stop - start))
-        if (found := self._changes.deltas.chain(bases, wanted, most)) is not None:
-            return found
+        deltas, most = self._changes.deltas, int(codec.WORTH * (stop - start))
+        if (found := deltas.chain(bases, wanted, most)) is not None:
+            return found or None  # it claims to hold what it asks for
+        chains = []  # to other versions here, from which the last delta is made now
         for other in self._changes.alike(mine.key, manifest):
-            if other.manifest.digest(segment) in bases:
-                delta = self._changes.make(other, mine, segment, rate)
-                return None if delta is None else [Step(other.manifest.digest(segment), delta)]
-        return None
+            chain = deltas.chain(bases, other.manifest.digest(segment), most, CHAIN_MAX - 1)
+            chains += [] if chain is None else [(chain, other)]
+        if not chains:
+            return None
+        chain, other = min(chains, key=lambda each: len(each[0]))
+        if (delta := self._changes.make(other, mine, segment, rate)) is None:
+            return None
+        chain = [*chain, Step(other.manifest.digest(segment), delta)]
+        return chain if sum(len(step.delta) for step in chain) <= most else None
 
     def refuse(self, links: Sequence[tuple[bytes, bytes]]) -> None:
         """Forget these deltas: they did not make what they should."""

@@ -61,13 +61,17 @@ class Deltas:
         with self._lock:
             self._drop(base, made)
 
-    def chain(self, bases: Sequence[bytes], wanted: bytes, size_bytes_max: int) -> list[Step] | None:
-        """Return the shortest chain of deltas from one of these to what is wanted, of at most so many bytes; None:
-        there is none."""
+    def chain(
+        self, bases: Sequence[bytes], wanted: bytes, size_bytes_max: int, count_max: int = CHAIN_MAX
+    ) -> list[Step] | None:
+        """Return the shortest chain of deltas from one of these to what is wanted, of at most so many bytes and deltas,
+        none where it is one of these; None: there is none."""
+        if wanted in bases:
+            return []
         with self._lock:
             paths: list[tuple[bytes, list[Step]]] = [(wanted, [])]
             seen = {wanted}  # each is visited once, however many ways lead there
-            for _ in range(CHAIN_MAX):
+            for _ in range(count_max):
                 further: list[tuple[bytes, list[Step]]] = []
                 for digest, steps in paths:
                     for base in self._bases.get(digest, ()):

@@ -106,6 +106,23 @@ def test_a_reader_that_missed_versions_gets_a_chain(stage):
     assert 0 < fetched.report.wire_size_bytes < SIZE // 10 and fetched.report.delta_size_bytes > SIZE // 2
 
 
+def test_the_last_delta_of_a_chain_is_made_when_it_is_asked_for(stage, as_on_a_link):
+    """The source forgot the reader's version, has deltas up to the one before, and that one itself."""
+    trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
+    made = versions(4)
+    trainer.publish(1, made[0])
+    follow(rollout, 1)
+    for version in (2, 3, 4):
+        trainer.publish(version, made[version - 1])
+        if version < 4:
+            trainer.changes.make_ahead(version - 1, CHECKPOINT)
+            trainer.unpublish(version - 1)
+    before = trainer.changes.deltas.size_bytes
+    fetched = follow(rollout, 4)
+    assert equal(fetched.tensors(), made[3]) and trainer.changes.deltas.size_bytes > before
+    assert 0 < fetched.report.wire_size_bytes < SIZE // 10 and fetched.report.delta_size_bytes > SIZE // 2
+
+
 def test_where_nearly_everything_has_changed_it_is_read_whole(stage):
     trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
     trainer.publish(1, weights(1))

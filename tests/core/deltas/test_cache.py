@@ -39,6 +39,7 @@ def test_the_shortest_chain_that_is_small_enough_is_taken():
     assert deltas.chain([C], E, 19) is None
     assert deltas.chain([A], F, 1000) is None  # more than CHAIN_MAX
     assert len(deltas.chain([B], F, 1000) or []) == CHAIN_MAX
+    assert deltas.chain([B], F, 1000, CHAIN_MAX - 1) is None and deltas.chain([A, F], F, 1000) == []
     deltas.put(B, F, b"short")
     assert deltas.chain([A, B], F, 1000) == [Step(B, b"short")]
     deltas.drop(B, F)
