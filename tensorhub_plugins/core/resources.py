@@ -13,6 +13,7 @@ import resource
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,7 @@ from tensorhub_plugins.core import log
 from tensorhub_plugins.core.errors import ResourceRefused, TensorHubError
 from tensorhub_plugins.core.machine import pids_max
 from tensorhub_plugins.core.process import limits_of, raise_files_max
+from tensorhub_plugins.core.types import RECENT_S
 
 ClassT = TypeVar("ClassT")
 
@@ -30,6 +32,9 @@ ZMQ_THREADS = 2  # of each context, started with its first socket: where one is 
 ZMQ_FILES = 16  # of a context with one monitored connection, and some spare: it aborts without an epoll
 NO_THREAD = "can't start new thread"  # Python's RuntimeError
 NO_MEMORY = "can't allocate memory"  # torch's
+LACKED_LENGTH_MAX = 1024  # characters, of 4 bytes at most
+
+_noted = "", 0.0  # what this process has lacked last, and when
 
 
 def _of_limit(kind: int) -> str:
@@ -152,11 +157,34 @@ def named() -> Iterator[None]:
         raise found from error
 
 
+def note(what: str) -> None:
+    """Note what this process lacks, for the hub's report."""
+    global _noted
+    _noted = what[:LACKED_LENGTH_MAX], time.monotonic()
+
+
+def lacked() -> str:
+    """Return what this process has lacked lately; "": nothing."""
+    what, at = _noted
+    return what if time.monotonic() - at < RECENT_S else ""
+
+
+@contextmanager
+def _noted_and_named() -> Iterator[None]:
+    try:
+        with named():
+            yield
+    except ResourceRefused as error:
+        note(error.message)
+        raise
+
+
 def in_each_call(of: type[ClassT]) -> type[ClassT]:
-    """Decorate a class: `named` is around each of its public methods, and around its constructor."""
+    """Decorate a class: `named` is around each of its public methods, and around its constructor, and what the system
+    refuses them is noted."""
     for name, method in vars(of).copy().items():
         if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
-            setattr(of, name, named()(method))
+            setattr(of, name, _noted_and_named()(method))
     return of
 
 

@@ -53,7 +53,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tensorhub_plugins.core import log
+from tensorhub_plugins.core import log, resources
 
 VARIABLE = "TENSORHUB_EVENTS"
 SPANS = ("publish", "fetch", "install", "resume")  # events that are spans where a program has OpenTelemetry
@@ -98,6 +98,7 @@ def record(event: str, *, worker: str = "", **fields: object) -> None:
     except Exception as error:  # a full disk must not end a training run
         _failed_pid = os.getpid()
         _log.warning("events are no longer recorded in %s: %s", folder, error)
+        resources.note(f"events are no longer recorded in {folder}: {error}")
 
 
 def _trace(tracing: Any, line: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ SHARDS_MAX = 1 << 16
 NAME_LENGTH_MAX = 256  # characters of a run, model, replica, layout
 HOSTS_MAX = 4  # that one worker advertises: of both families, of two networks
 MACHINE_LENGTH_MAX = 64  # characters of the id of a boot, which has 36
+RECENT_S = 600.0  # for so long people are shown what has happened to a process
 LATEST = "latest"
 # What decoding untrusted bytes raises, for example for text that is no UTF-8, and for deeply nested arrays.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tensorhub_plugins.core import run_log
+from tensorhub_plugins.core import resources, run_log
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -128,3 +129,20 @@ def test_spans_are_what_a_program_with_opentelemetry_gets(tmp_path: Path, monkey
     monkeypatch.setenv(run_log.VARIABLE, str(tmp_path))
     run_log.record("publish", worker="trainer/0", version=8, seconds=0.1)
     assert [event["version"] for event in events(tmp_path)] == [8]
+
+
+def test_that_a_disk_is_full_is_noted_for_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "_noted", ("", 0.0))
+    monkeypatch.setattr(run_log, "_failed_pid", -1)
+    monkeypatch.setenv(run_log.VARIABLE, str(tmp_path))
+    run_log.record("x")
+    assert resources.lacked() == ""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_log, "_write", full)
+    run_log.record("x")
+    assert resources.lacked().endswith("No space left on device")
+    monkeypatch.setattr(resources, "RECENT_S", 0.0)
+    assert resources.lacked() == ""

@@ -120,6 +120,8 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         [f"tensorhub_corrupt_segments_total{OF} 3x20"],
     ),
     "TensorHubSilentWorkers": ([f"tensorhub_silent_workers{OF} 1x20"], [f"tensorhub_silent_workers{OF} 0 1 0x18"]),
+    "TensorHubWorkersLack": ([f"tensorhub_lacking_workers{OF} 1x20"], [f"tensorhub_lacking_workers{OF} 0x20"]),
+    "TensorHubRefusedHandshakes": (["tensorhub_hub_refused_hosts 1x20"], ["tensorhub_hub_refused_hosts 0x20"]),
     "TensorHubUnreachedSources": ([f"tensorhub_unreached_sources{OF} 1x20"], [f"tensorhub_unreached_sources{OF} 0x20"]),
     "TensorHubTrainerStill": (
         [f"tensorhub_trainers{OF} 1x20", f"tensorhub_newest_age_seconds{OF} 7000+60x20"],

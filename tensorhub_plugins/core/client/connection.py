@@ -410,7 +410,7 @@ class HubLink:
         if isinstance(message, messages.Alive) and message.unreached:
             log.warning("%s: %s", self._name, printable(message.unreached))
         self._machine.unreached = self.unreached.sessions(time.monotonic())  # for the next heartbeat, as are:
-        self._machine.worked = work.count()
+        self._machine.worked, self._machine.lacks = work.count(), resources.lacked()
         if self._copies is not None and isinstance(message, messages.Welcome | messages.Alive):
             self._machine.room_bytes = min(self._copies.room_bytes(), messages.COUNT_MAX)
         if self._copies is not None and isinstance(message, messages.Alive) and message.hold:

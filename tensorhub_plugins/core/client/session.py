@@ -29,7 +29,7 @@ from typing_extensions import assert_never
 from tensorhub_plugins.core.deadline import bounded, remaining_s
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.security.leases import Gate
-from tensorhub_plugins.core.types import NOTHING, Came, ShardKey
+from tensorhub_plugins.core.types import NOTHING, RECENT_S, Came, ShardKey
 
 HELLO_EVERY_S = 0.5
 HUB_QUIET_S = 2.0  # two heartbeats without an answer: a request that has none has not reached it
@@ -204,13 +204,14 @@ class Session:
     redial_s: float = REDIAL_S
     room_bytes: int = 0  # for copies that others need; the shell keeps it up to date
     worked: int = 0  # pieces of work that this process has done; likewise
+    lacks: str = ""  # what the system has refused it lately; likewise
     unreached: tuple[bytes, ...] = ()  # sources that could not be connected to; likewise
     leaving: bool = False  # what we hold is about to go
     gate: Gate | None = None  # records which leases on us were used
 
     def __post_init__(self) -> None:
         self._welcomed = False
-        self._former_hubs: dict[bytes, None] = {}  # that had welcomed us before another one did; newest first
+        self._former_hubs: dict[bytes, float] = {}  # that had welcomed us -> when another one did; newest first
         self._clock: tuple[bytes, float] | None = None  # a hub, and the least lead of its clock on ours
         self._hello_first = 0  # the first Hello to `addressed` since the last Welcome
         self._retry_retained = False
@@ -372,7 +373,7 @@ class Session:
             self._away = False
             self._effects.append(HubBack(restarted, restarted and hub in self._former_hubs))
         if restarted and self.hub is not None:
-            self._former_hubs = {self.hub: None, **dict(list(self._former_hubs.items())[: FORMER_HUBS_MAX - 1])}
+            self._former_hubs = {self.hub: now, **dict(list(self._former_hubs.items())[: FORMER_HUBS_MAX - 1])}
         for key, why in welcome.not_held:
             self._disown(key, why)
         self.hub, self.addressed, self._welcomed, self.heartbeat_s = hub, hub, True, welcome.heartbeat_s
@@ -552,6 +553,7 @@ class Session:
                 served=None if self.gate is None else self.gate.take_served(),
                 unreached=self.unreached,
                 worked=self.worked,
+                lacks=self.lacks,
             )
         )
 
@@ -590,6 +592,7 @@ class Session:
                 hub=self.addressed,
                 mark=self.mark,
                 welcomed=self.hub or b"",
+                restarts=sum(now - at < RECENT_S for at in self._former_hubs.values()),
                 name_proof=self.name_proof,
                 until=self._until(min((asked.deadline for asked in announced), default=float("inf")), now),
             )

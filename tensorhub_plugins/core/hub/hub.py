@@ -560,7 +560,7 @@ class Hub:
             spare = self._publishing.spare_copies(worker)
             if spare:
                 self._outbox.send(worker.session, m.MayRelease(spare))
-        worker.room_bytes, worker.is_leaving = heartbeat.room_bytes, heartbeat.leaving
+        worker.room_bytes, worker.is_leaving, worker.lacks = heartbeat.room_bytes, heartbeat.leaving, heartbeat.lacks
         self._domains.look(history, now)
 
     def _record_used(self, source: Worker, served: tuple[str, ...] | None, now: float) -> None:

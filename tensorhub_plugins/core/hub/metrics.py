@@ -36,12 +36,14 @@ class _Tally:
     def __init__(self, registry: Registry, history: History, now: float) -> None:
         """Count its workers."""
         self.history, self.now, self.newest = history, now, history.newest_visible
-        self.trainers = self.silent = self.refusing = self.failing = self.transfers = self.retained_bytes = 0
+        self.trainers = self.silent = self.lacking = self.refusing = self.failing = 0
+        self.transfers = self.retained_bytes = 0
         self.followers = self.behind = self.lag_max = 0
         self.behind_s_max = self.install_age_s_max = 0.0
         for worker in history.workers.values():
             self.trainers += worker.published_size_bytes > 0
             self.silent += standing.is_silent(registry, worker, now)
+            self.lacking += bool(worker.lacks)
             self.refusing += bool(standing.refusal_of(worker)[0])
             self.failing += bool(worker.failure)
             self.transfers += len(worker.leases)
@@ -83,6 +85,12 @@ OF_MODELS: tuple[tuple[str, Kind, str, Callable[[_Tally], float]], ...] = (
         "gauge",
         "workers that were declared dead in the last ten minutes, and have not come back",
         lambda m: len(standing.lost(m.history, m.now)),
+    ),
+    (
+        "lacking_workers",
+        "gauge",
+        "workers that the system has refused memory, threads, files or space on a disk in the last ten minutes",
+        lambda m: m.lacking,
     ),
     ("followers", "gauge", "replicas that ask for the newest version", lambda m: m.followers),
     ("followers_behind", "gauge", "followers that have not installed the newest version", lambda m: m.behind),

@@ -52,6 +52,7 @@ OWED_TIMES = 10  # for so many times the duration of such a claim, no other one 
 UNUSED_HEARTBEATS = 10  # a segment takes less, and a reader that first needs memory can read elsewhere
 TIMER_STEP_S = 0.005  # the resolution of deadlines
 DEAF_KEPT_MAX = 32  # times that the hub stood still; silence before the first of them is counted in full
+RESTARTS_MAX = 1_000  # that a worker may say it has seen
 VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer requests about them
 
 
@@ -94,7 +95,7 @@ class Registry:
 
     def __init__(self, session: bytes, now: float, limits: HubLimits) -> None:
         self.session = session
-        self.started, self.was_restarted = now, False  # while workers were connected to the one before
+        self.started, self.restarts = now, 0  # while workers were connected, of hubs, lately
         self.limits = limits
         self.workers: dict[bytes, Worker] = {}
         self.histories: dict[tuple[str, str], History] = {}
@@ -210,7 +211,8 @@ class Registry:
     def add_worker(self, worker: Worker) -> None:
         """Add the worker of a session that has sent its Hello."""
         session, hello, history = worker.session, worker.hello, worker.history
-        self.was_restarted |= hello.welcomed not in (b"", self.session)
+        if hello.welcomed not in (b"", self.session):
+            self.restarts = max(self.restarts, min(hello.restarts, RESTARTS_MAX) + 1)
         for other in history.replicas.get(hello.replica, {}).values():
             if other.hello.shard == hello.shard and worker.is_zombie and not other.is_zombie:
                 worker.is_replaced = True  # it was only away

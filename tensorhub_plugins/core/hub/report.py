@@ -40,7 +40,8 @@ def report(registry: Registry, now: float, size_bytes_max: int = ANSWER_SIZE_BYT
     return {
         "hub": registry.session.hex(),
         "up_s": round(now - registry.started, 3),
-        "was_restarted": registry.was_restarted,
+        "was_restarted": registry.restarts > 0,
+        "restarts": registry.restarts,
         "models": models,
         "left_out": len(histories) - len(models),
     }
@@ -94,8 +95,9 @@ def _model(registry: Registry, history: History, now: float, room: Room) -> dict
     }
 
 
-def _lost(one: tuple[str, float]) -> dict[str, object]:
-    return {"worker": one[0], "seconds_ago": round(one[1], 3)}
+def _lost(one: tuple[str, standing.Lost]) -> dict[str, object]:
+    name, (host, seconds) = one
+    return {"worker": name, "host": host, "seconds_ago": round(seconds, 3)}
 
 
 def _some(
@@ -152,6 +154,7 @@ def _worker(registry: Registry, worker: Worker, now: float, shut: list[str]) -> 
         "corrupt_segments": worker.corrupt_segments,
         "refuses": {**_number(refused), "why": why} if refused else None,
         "fails": worker.failure,
+        "lacks": worker.lacks,
         "unreached": unreached.summary_of(worker, shut),
     }
 

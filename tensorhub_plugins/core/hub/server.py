@@ -60,6 +60,7 @@ RECEIVE_BURST_MAX = 1_000  # messages handled before the clock is read again
 REFUSALS_LOGGED_PER_S = 10
 LOGGED_PER_S = 1000  # lines in all: thousands of workers may come, or be lost, at once
 CONNECTIONS_LEFT = "tensorhub_hub_connections_left", "connections that the hub can still accept"
+REFUSED_HOSTS = "tensorhub_hub_refused_hosts", "hosts whose handshakes were refused in the last ten minutes"
 NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining two enums costs as much as sending
 
 
@@ -144,9 +145,11 @@ class Server(OfThisProcess):
         self._unreachable: list[hub.Received] = []  # Byes for workers that have ended without sending one
         self._failures: dict[bytes, int] = {}  # by session
         self._context, self._socket, where = _router(address)
+        self._strangers = curve.Strangers(self._context, self._socket)
         self._doorman: curve.Doorman | None = None
         if keys is not None:
-            self._doorman = curve.Doorman(self._context, admitted)
+            refused = lambda host: self._strangers.refused(host, clock())  # noqa: E731
+            self._doorman = curve.Doorman(self._context, admitted, refused)
             curve.guard_hub(self._socket, keys)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, curve.HANDSHAKE_MS)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -192,6 +195,8 @@ class Server(OfThisProcess):
         self.close()
 
     def _free(self) -> None:
+        self._socket.disable_monitor()
+        self._strangers.socket.close()
         self._socket.close()
         if self._doorman is not None:
             self._doorman.socket.close()
@@ -233,7 +238,9 @@ class Server(OfThisProcess):
             try:
                 if not found:
                     left = float(files_left(self._files_max))
+                    refused = float(len(self._strangers.report(now)))
                     found = [*metrics(self._hub.registry, now), hub_figure(*CONNECTIONS_LEFT, left)]
+                    found.append(hub_figure(*REFUSED_HOSTS, refused))
                 asked.set_result(found)
             except Exception as error:  # it goes on without figures
                 asked.set_exception(error)
@@ -260,11 +267,13 @@ class Server(OfThisProcess):
     def _poller(self) -> zmq.Poller:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._strangers.socket, zmq.POLLIN)
         if self._doorman is not None:
             poller.register(self._doorman.socket, zmq.POLLIN)
         return poller
 
     def _let_in(self) -> None:
+        self._strangers.look(self._clock())
         if self._doorman is not None:
             self._doorman.answer()
 
@@ -361,6 +370,7 @@ class Server(OfThisProcess):
             return
         if isinstance(message, messages.Status):
             message.report["connections_left"] = files_left(self._files_max)
+            message.report["refused_hosts"] = self._strangers.report(self._clock())
         if isinstance(message, messages.Status | messages.Versions):  # their cost grows with the records
             self._rates.charge(identity, len(self._hub.workers))
         self._send(identity, message)

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import History, Worker
-from tensorhub_plugins.core.types import step_of, steps_behind
+from tensorhub_plugins.core.types import RECENT_S, step_of, steps_behind
 
 SILENT_HEARTBEATS = 5
-LOST_SHOWN_S = 600.0
 PACES = 5  # the last intervals between versions that are looked at
 
 
@@ -66,6 +65,13 @@ def newest_replicas(history: History) -> int:
     return 0 if newest is None else newest.copies.whole_replicas()
 
 
-def lost(history: History, now: float) -> dict[str, float]:
-    """Return the workers that were declared dead lately, and have not come back: name -> seconds since then."""
-    return {name: now - at for name, at in history.lost.items() if now - at < LOST_SHOWN_S}
+class Lost(NamedTuple):
+    """The host of a worker that was declared dead, and for how long it has been."""
+
+    host: str
+    seconds: float
+
+
+def lost(history: History, now: float) -> dict[str, Lost]:
+    """Return the workers that were declared dead lately, and have not come back, by name."""
+    return {name: Lost(host, now - at) for name, (host, at) in history.lost.items() if now - at < RECENT_S}

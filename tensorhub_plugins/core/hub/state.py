@@ -231,6 +231,7 @@ class Worker(_Referred):
     is_said_unreached: bool = False  # that a reader cannot connect to this one
     room_bytes: int = 0  # free for copies that others need, as last reported
     worked: int = 0  # likewise: pieces of work
+    lacks: str = ""  # likewise: what the system has refused its process lately
     is_leaving: bool = False  # it hands over what only it has
     published_size_bytes: int = 0  # what it holds of what it has published
     group: GroupId = field(init=False)  # the replica whose members agree on "latest"
@@ -373,7 +374,7 @@ class History:
     is_over_budget: bool = False  # the excess was logged
     newest_visible: int = 0  # ever, except those that are over
     shown: dict[int, float] = field(default_factory=dict)  # the newest ever visible, sorted -> since when
-    lost: dict[str, float] = field(default_factory=dict)  # names of workers that were declared dead -> when
+    lost: dict[str, tuple[str, float]] = field(default_factory=dict)  # workers that were declared dead -> host, when
     corrupt_segments: int = 0  # that readers got, from workers that may have left since
     read_bytes: Counter[str] = field(default_factory=Counter)  # by way, of reads that have ended
     wire_bytes: int = 0  # sent for them
@@ -453,7 +454,7 @@ class History:
         """Remember a worker that was declared dead, for people, if it followed this model or held any of it."""
         if worker.installed is not None or worker.holdings:
             self.lost.pop(worker.name, None)
-            self.lost[worker.name] = now
+            self.lost[worker.name] = worker.hello.location.host, now
             while len(self.lost) > LOST_MAX:
                 del self.lost[next(iter(self.lost))]
 

@@ -11,14 +11,14 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tensorhub_plugins.core.types import version_label
+from tensorhub_plugins.core.types import RECENT_S, version_label
 
 LATE_S = 60.0
 PACE_TIMES = 5  # as long as the last ones a trainer's next version may take
 CONNECTIONS_FEW = 256  # that a hub can still accept
-RESTARTED_S = 600.0  # for so long a restart is shown
 NAMES_MAX = 3  # of workers in one line
 HUB = "the hub"
+DOCTOR = "`tensorhub doctor machine`"
 
 Report = Mapping[str, Any]
 
@@ -38,9 +38,20 @@ def find(report: Report, *, hub: str = "", late_s: float = LATE_S) -> list[Probl
     if (room := report.get("connections_left", CONNECTIONS_FEW)) < CONNECTIONS_FEW:
         what = f"room for {room} more connections"
         problems.append(Problem(HUB, "connections", what, "raise the hub's limit of open files (ulimit -Hn)"))
-    if report.get("was_restarted") and report["up_s"] < RESTARTED_S:
+    if report.get("was_restarted") and report["up_s"] < RECENT_S:
         what = f"it was started again {ago(report['up_s'])} ago, while workers were connected; they are again"
+        if (times := report.get("restarts", 1)) > 1:
+            what = f"{what}: {times} times in ten minutes, at least"
         problems.append(Problem(HUB, "restarted", what, "the end of the log before says why it ended"))
+    refused = report.get("refused_hosts", ())
+    for each in refused[:NAMES_MAX]:
+        more = f", as {len(refused) - NAMES_MAX} other hosts were" if len(refused) > NAMES_MAX else ""
+        what = (
+            f"it has refused {each['count']} handshakes of {each['host']}, the last one {ago(each['seconds_ago'])} "
+            f"ago: another secret than the run's, or none{more}"
+        )
+        to_do = f"{DOCTOR} there says which it uses; give it the run's (TENSORHUB_SECRET_FILE)"
+        problems.append(Problem(HUB, "refused_handshakes", what, to_do))
     return problems
 
 
@@ -121,12 +132,14 @@ def _reads_of(followers: Sequence[Report], model: Report) -> list[Report]:
 def _workers(model: Report, hub: str, late_s: float) -> Found:
     silent = [worker for worker in model["workers"] if worker.get("silent")]
     if silent:
-        what = f"{_names(silent)} not heard for {ago(max(worker['last_heard_s'] for worker in silent))}"
+        what = f"{_names(silent, at_hosts=True)} not heard for {ago(max(worker['last_heard_s'] for worker in silent))}"
         yield "silent", what, "a frozen process, or a cut link: see that node"
     if lost := model.get("lost"):
-        what = f"{_names(lost)} lost, {ago(min(worker['seconds_ago'] for worker in lost))} ago"
+        what = f"{_names(lost, at_hosts=True)} lost, {ago(min(worker['seconds_ago'] for worker in lost))} ago"
         yield "lost", what, "see its node and its log; `tensorhub fleet list` shows what has replaced it"
     for worker in model["workers"]:
+        if worker.get("lacks"):
+            yield "lacks", f"{_name(worker)}: {worker['lacks']}", f"give it more there; {DOCTOR} shows what it may have"
         if worker.get("unreached"):
             yield "unreached", worker["unreached"], ""
         if corrupt := worker.get("corrupt_segments"):
@@ -146,9 +159,15 @@ def _copies(model: Report, hub: str, late_s: float) -> Found:
         yield "budget", what, "unpublish older versions, or raise --published-bytes-max"
 
 
-def _names(workers: Sequence[Report]) -> str:
+def _names(workers: Sequence[Report], *, at_hosts: bool = False) -> str:
     more = f" and {len(workers) - NAMES_MAX} more" if len(workers) > NAMES_MAX else ""
-    return ", ".join(worker["worker"] for worker in workers[:NAMES_MAX]) + more
+    return ", ".join(_name(each) if at_hosts else each["worker"] for each in workers[:NAMES_MAX]) + more
+
+
+def _name(worker: Report) -> str:
+    """Return its name, and its host where that is known."""
+    host = worker.get("location", worker).get("host")
+    return f"{worker['worker']} on {host}" if host else str(worker["worker"])
 
 
 def command(name: str, model: Report, hub: str, version: str = "") -> str:

@@ -196,8 +196,9 @@ class Hello(_Message, frozen=True):
     to, so that one that comes late, after a restart, is not believed (b"": the worker knows of none; None: it is older
     than this field). process: the worker's, see process.py; "": not given. mark: of the attempt that it has begun;
     b"": none. job: shared only with its former and next incarnations; "": not given. welcomed: the incarnation of the
-    hub that has admitted this session; b"": none yet. retain_newest and the other fields of that name: as in the last
-    Retain of this worker that was answered; None: none was. tls_only: other data centres are served over TLS only.
+    hub that has admitted this session; b"": none yet. restarts: of hubs that it has seen lately. retain_newest and the
+    other fields of that name: as in the last Retain of this worker that was answered; None: none was. tls_only: other
+    data centres are served over TLS only.
     until: when the first of these holdings whose Publish is unanswered is abandoned; None: none is.
     name_proof: the one of the last Alive, see `hub/namesakes.py`. hosts: beside that of `endpoints`, at the same ports.
     """
@@ -232,6 +233,7 @@ class Hello(_Message, frozen=True):
     until: Until | None = None
     name_proof: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
     hosts: Hosts = ()
+    restarts: Count = 0
 
 
 class Heartbeat(_Message, frozen=True):
@@ -256,6 +258,7 @@ class Heartbeat(_Message, frozen=True):
     served: Annotated[tuple[Word, ...], msgspec.Meta(max_length=SERVED_MAX)] | None = None
     unreached: Sessions = ()  # sources that it could not connect to, a minute ago at most
     worked: Count = 0  # pieces of work of its process: while they grow, others wait for what it converts
+    lacks: Text = ""  # what the system has refused its process lately
 
 
 class Bye(_Message, frozen=True):

@@ -8,6 +8,7 @@ the role of every message from its connection. A client whose handshake fails wo
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +23,7 @@ from tensorhub_plugins.core.protocol.address import parse_address
 from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.secret import FILE_VARIABLE, SECRET_VARIABLE
-from tensorhub_plugins.core.types import Role
+from tensorhub_plugins.core.types import RECENT_S, Role
 
 ZAP_ADDRESS, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"tensorhub"
 USER = "User-Id"  # ZeroMQ's name for what the doorman answers about a connection
@@ -30,6 +31,7 @@ HANDSHAKE_MS = 10_000  # a silent connection is dropped; thousands that start at
 CLOSED_TIMES, CLOSED_S = 3, 1.0  # so many times over so long: not a hub that is just starting or ending
 REDIAL_S = 1.0  # a hub that was started with the wrong secret is soon restarted
 PROBE_S = 1.0
+STRANGERS_MAX = 64  # hosts that are remembered
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03"  # of ZMTP 3, with its major version
 MECHANISM = slice(12, 32)  # of the 64 bytes of a greeting
 NO_DETAIL, PROTOCOL, AUTH, DONE = (
@@ -62,8 +64,14 @@ def guard_client(dealer: zmq.Socket[bytes], keys: Keys | None) -> None:
 class Doorman:
     """Answers ZeroMQ whether to admit a client. Poll `socket`, and call `answer` when it is readable."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admitted: Mapping[bytes, Role]) -> None:
-        self._admitted = admitted
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        admitted: Mapping[bytes, Role],
+        refused: Callable[[str], object] = lambda host: None,
+    ) -> None:
+        """Bind the socket. refused: called with the address of each client whose key is not admitted."""
+        self._admitted, self._refused = admitted, refused
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(ZAP_ADDRESS)
@@ -75,8 +83,68 @@ class Doorman:
                 # version, request, domain, address, identity, mechanism, public key
                 question = self.socket.recv_multipart(zmq.NOBLOCK)
                 role = self._admitted.get(question[6]) if len(question) == 7 and question[5] == b"CURVE" else None
+                if role is None and len(question) == 7:
+                    self._refused(question[3].decode(errors="replace"))
                 said = (b"200", b"OK", role.encode()) if role else (b"400", b"no key of this hub", b"")
                 self.socket.send_multipart([ZAP_VERSION, question[1], *said, b""])
+
+
+class Strangers:
+    """The hosts whose handshakes with the hub have failed lately: of workers with another secret, or with none where
+    the hub has one. Poll `socket`, and call `look` when it is readable; only the hub's thread does. Before `bind`.
+
+    ZeroMQ reports a failure without the peer; that the connection is over comes next, and names its descriptor."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
+        address = f"inproc://tensorhub-strangers-{id(self)}"
+        router.monitor(address, zmq.EVENT_ACCEPTED | PROTOCOL | zmq.EVENT_DISCONNECTED)
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's own thread would wait for us
+        self.socket.connect(address)
+        self._hosts: dict[int, str] = {}  # by descriptor, of which a process has a limited number
+        self._failed = False
+        self._refused: dict[str, tuple[int, float]] = {}  # by host: how many, and when the last one was
+
+    def look(self, now: float) -> None:
+        """Take all events that have come."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self.socket.recv_multipart(zmq.NOBLOCK))
+                number = int(event["value"])
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._hosts[number] = _peer_of(number)
+                elif event["event"] == PROTOCOL:
+                    self._failed = True
+                else:
+                    host = self._hosts.pop(number, "")
+                    if self._failed:
+                        self.refused(host, now)
+                    self._failed = False
+
+    def refused(self, host: str, now: float) -> None:
+        """Note a handshake that was refused."""
+        count, _ = self._refused.pop(host, (0, 0.0))
+        self._refused[host] = count + 1, now
+        while len(self._refused) > STRANGERS_MAX:
+            del self._refused[next(iter(self._refused))]
+
+    def report(self, now: float) -> list[dict[str, object]]:
+        """Return the hosts of lately, the last one first."""
+        return [
+            {"host": host or "an unknown host", "count": count, "seconds_ago": round(now - at, 3)}
+            for host, (count, at) in reversed(self._refused.items())
+            if now - at < RECENT_S
+        ]
+
+
+def _peer_of(descriptor: int) -> str:
+    """Return the address at the other end; "": it is closed already."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            return str(connection.getpeername()[0]).removeprefix("::ffff:")
+    except OSError:
+        return ""
 
 
 class Handshakes:

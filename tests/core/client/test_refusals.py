@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from client_processes import hold_back, tensors_of
-from client_stage import HELD, LATE_S, RUNTIME, SOON_S, holders, leases, what_is_there
+from client_stage import HELD, LATE_S, RUNTIME, SOON_S, holders, leases, until, what_is_there
 
 from tensorhub_plugins.core import (
     CHECKPOINT,
@@ -30,10 +30,13 @@ from tensorhub_plugins.core import (
     TensorTable,
     UsageError,
     VersionRefused,
+    machine,
+    resources,
     spec_of,
     start_server,
 )
 from tensorhub_plugins.core.cli import fetch_status
+from tensorhub_plugins.core.errors import ResourceRefused
 from tensorhub_plugins.core.memory import moves as reads
 from tensorhub_plugins.core.protocol import messages
 
@@ -433,3 +436,23 @@ def test_memory_that_may_only_be_read_is_refused_by_name(stage, tmp_path, transp
         with pytest.raises(UsageError, match="'b' cannot be read into") if mode == "r" else nullcontext():
             reader.replicate(mine, 1, timeout_s=SOON_S)
     assert torch.equal(mine["a"], tensors["a"]) and torch.equal(mine["b"], tensors["b"])
+
+
+def test_what_the_system_refused_a_worker_is_in_the_hubs_status(stage, monkeypatch):
+    """For a while, and while the worker is there: with its next heartbeat."""
+    monkeypatch.setattr(resources, "_noted", ("", 0.0))
+    trainer, reader = stage.client("trainer"), stage.client("reader")
+    trainer.publish(1, {"w": torch.ones(1000)})
+    monkeypatch.setattr(machine, "free_bytes", lambda root: 1)
+    with pytest.raises(ResourceRefused):
+        reader.fetch(1)
+
+    def lacks() -> str:
+        models = fetch_status(stage.address)["models"]
+        return next(
+            w["lacks"] for m in models if m["run"] == stage.run for w in m["workers"] if w["worker"] == "reader/0"
+        )
+
+    until(lambda: "of host memory are needed" in lacks())
+    monkeypatch.setattr(resources, "_noted", ("", 0.0))
+    until(lambda: not lacks())

@@ -106,6 +106,18 @@ def test_what_is_asked_before_the_welcome_is_sent_after_it():
     assert story.hear(story.welcome(hello)) == [m.Wait(number, 0, 3, 50.0)]  # with what is left of its deadline
 
 
+def test_it_says_how_often_the_hub_was_restarted_lately():
+    story = Story()
+    for number in range(10):
+        story.now += 30.0
+        hub = bytes([number]) * 16
+        hello = story.restart_hub(hub)
+        assert hello.restarts == number
+        story.hear(story.welcome(hello, hub))
+    story.now += 500.0
+    assert story.restart_hub(OTHER_HUB).restarts == 4  # of the last ten minutes
+
+
 def test_a_welcome_of_another_time_is_no_welcome():
     story = Story()
     old = m.Welcome(HUB, 1.0, 15.0, 1)

@@ -225,7 +225,8 @@ def test_an_address_that_is_taken_is_refused() -> None:
 
 
 def test_the_page_has_all_of_them_and_no_other() -> None:
-    hub = [f"tensorhub_hub_{name}" for name in ("up_seconds", "sessions", "models", "connections_left")]
+    names = ("up_seconds", "sessions", "models", "connections_left", "refused_hosts")
+    hub = [f"tensorhub_hub_{name}" for name in names]
     page = PAGE.read_text().partition("\n## Of a `vllm serve`")[0]  # whose figures are the adapter's
     told = set(re.findall(r"^\| `(tensorhub_\w+)` \|", page, flags=re.MULTILINE))
     assert told == {*(f"tensorhub_{name}" for name, *_ in OF_MODELS), "tensorhub_read_bytes_total", *hub, UP[0]}

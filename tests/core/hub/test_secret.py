@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import zmq
 from hub_peer import peer
 
 from tensorhub_plugins.core.cli import fetch_status
@@ -16,8 +17,10 @@ from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import HubUnreachable, UsageError
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.server import Server, start_server
+from tensorhub_plugins.core.operations import problems
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.address import new_session
+from tensorhub_plugins.core.security import curve
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import Location, ShardKey
 
@@ -75,6 +78,45 @@ def test_a_stranger_hears_why_within_seconds(server: Server, keys: Keys | None, 
     with pytest.raises(UsageError, match=words):
         fetch_status(server.address, timeout_s=60.0, keys=keys)
     assert time.monotonic() - began < 2 * SECONDS
+
+
+def test_whose_handshakes_were_refused_is_in_the_status() -> None:
+    with start_server(keys=KEYS) as server:
+        with joined(server, KEYS):
+            assert fetch_status(server.address, keys=KEYS)["refused_hosts"] == []
+        with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))):
+            pass  # a probe of its port
+        count = 0
+        for keys in (None, OTHER, Keys("publisher", b"3" * 32, READER._hub_public, b"")):
+            with pytest.raises(UsageError), joined(server, keys):
+                pass
+            hosts = fetch_status(server.address, keys=KEYS)["refused_hosts"]
+            assert sum(host["count"] for host in hosts) > count and hosts[0]["seconds_ago"] < 60.0, keys
+            count = sum(host["count"] for host in hosts)
+        # Of a peer in this very process the connection may be over before the hub has looked whose it is.
+        assert {host["host"] for host in hosts} - {"an unknown host"} == {"127.0.0.1"}
+        found = problems.find(fetch_status(server.address, keys=KEYS))
+        assert {problem.kind for problem in found} == {"refused_handshakes"}
+        figures = {each.name: each.values for each in server.figures()}
+        assert figures["tensorhub_hub_refused_hosts"] == [((), float(len(hosts)))]
+    with start_server() as server:
+        with pytest.raises(UsageError), joined(server, KEYS):
+            pass
+        assert len(fetch_status(server.address)["refused_hosts"]) == 1
+
+
+def test_hosts_of_refused_handshakes_are_bounded() -> None:
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    strangers = curve.Strangers(context, router)
+    for number in range(10 * curve.STRANGERS_MAX):
+        strangers.refused(f"10.0.{number >> 8}.{number & 255}", float(number))
+    assert len(strangers.report(640.0)) == curve.STRANGERS_MAX
+    assert strangers.report(640.0)[0] == {"host": "10.0.2.127", "count": 1, "seconds_ago": 1.0}
+    assert strangers.report(5000.0) == []
+    for each in (strangers.socket, router):
+        each.close()
+    context.term()
 
 
 def test_a_secret_where_the_hub_has_none() -> None:

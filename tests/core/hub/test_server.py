@@ -27,6 +27,7 @@ from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub
 from tensorhub_plugins.core.hub.server import Server, start_server
+from tensorhub_plugins.core.operations import problems
 from tensorhub_plugins.core.process import files_left
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import new_session, resolve
@@ -236,6 +237,27 @@ def test_a_name_that_has_both_is_looked_for_where_it_was(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     found = {name: resolve(name, Deadline.after(5)) for name in hosts}
     assert found == {"v4": ("1.2.3.4",), "v6": ("::1",), "both": ("1.2.3.4", "::1")}
+
+
+@pytest.mark.slow
+def test_ten_restarts_of_the_hub_are_seen():
+    with start_server() as server:
+        address, last = server.address, server._hub.session
+        link = HubLink(
+            address, hello(), connect_timeout_s=60.0, on_source_gone=id, on_may_release=lambda effect: None, keys=None
+        )
+    try:
+        for count in range(1, 11):
+            with start_server(address) as server:
+                deadline = time.monotonic() + 60.0
+                while link._machine.hub in (last, None) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                last, report = server._hub.session, fetch_status(address)
+                assert report["restarts"] == count
+        (problem,) = problems.find(report)
+        assert problem.kind == "restarted" and "10 times in ten minutes" in problem.what
+    finally:
+        link.close()
 
 
 def test_nobody_listens():

@@ -15,6 +15,7 @@ from tensorhub_plugins.core.operations import problems
 from tensorhub_plugins.core.operations.problems import Problem, ago
 from tensorhub_plugins.core.operations.status import status_text
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import Location
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "operate.md"
 
@@ -176,8 +177,39 @@ def test_a_hub_that_was_started_again_under_a_run_says_so_for_a_while(run: Scena
     assert "restarted" not in found(story)
     story.join("b/0", welcomed=b"x" * 16)
     assert found(story)["restarted"].what.startswith("it was started again 4 s ago")
+    assert "times" not in found(story)["restarted"].what
+    story.join("c/0", welcomed=b"x" * 16, restarts=9)
+    assert found(story)["restarted"].what.endswith("they are again: 10 times in ten minutes, at least")
     story.wait(600.0)
     assert "restarted" not in found(story)
+
+
+def test_what_a_workers_process_lacks_is_said_with_its_host(run: Scenario) -> None:
+    run.join("c/0", location=Location(host="node-c"))
+    assert found(run) == {}
+    run.beat("c/0", lacks="the system refuses memory: this process may have 1 GB")
+    (lacks,) = found(run).values()
+    assert lacks.what == "c/0 on node-c: the system refuses memory: this process may have 1 GB"
+    assert "doctor machine" in lacks.to_do
+    run.silent = ("c/0",)
+    run.wait(6.0)
+    assert found(run)["silent"].what == "c/0 on node-c not heard for 6 s"
+
+
+def test_a_lost_worker_is_named_with_its_host(run: Scenario) -> None:
+    run.join("c/0", location=Location(host="node-c"))
+    follows(run, "c/0", 9)
+    run.silent = ("c/0",)
+    run.wait(60.0)
+    assert found(run)["lost"].what.startswith("c/0 on node-c lost, ")
+
+
+def test_hosts_whose_handshakes_are_refused() -> None:
+    hosts = [{"host": f"10.0.0.{number}", "count": 7, "seconds_ago": 2.0} for number in range(9)]
+    told = problems.find({"models": [], "refused_hosts": hosts})
+    assert len(told) == problems.NAMES_MAX and "TENSORHUB_SECRET_FILE" in told[0].to_do
+    assert told[0].what.startswith("it has refused 7 handshakes of 10.0.0.0, the last one 2 s ago: another secret")
+    assert told[0].what.endswith("as 6 other hosts were")
 
 
 def test_a_hub_that_is_full_and_a_report_of_an_older_one() -> None:
