@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import TypeVar
 
-from tensorhub_plugins.core import log
+from tensorhub_plugins.core import log, run_log
 from tensorhub_plugins.core.errors import ResourceRefused, TensorHubError
 from tensorhub_plugins.core.machine import pids_max
 from tensorhub_plugins.core.process import limits_of, raise_files_max
@@ -34,7 +34,7 @@ NO_THREAD = "can't start new thread"  # Python's RuntimeError
 NO_MEMORY = "can't allocate memory"  # torch's
 LACKED_LENGTH_MAX = 1024  # characters, of 4 bytes at most
 
-_noted = "", 0.0  # what this process has lacked last, and when
+_noted = "", float("-inf")  # what this process has lacked last, and when
 
 
 def _of_limit(kind: int) -> str:
@@ -157,25 +157,20 @@ def named() -> Iterator[None]:
         raise found from error
 
 
-def note(what: str) -> None:
-    """Note what this process lacks, for the hub's report."""
-    global _noted
-    _noted = what[:LACKED_LENGTH_MAX], time.monotonic()
-
-
 def lacked() -> str:
-    """Return what this process has lacked lately; "": nothing."""
+    """Return what this process has lacked lately, the disk of its journal for good; "": nothing."""
     what, at = _noted
-    return what if time.monotonic() - at < RECENT_S else ""
+    return what if time.monotonic() - at < RECENT_S else run_log.failure[:LACKED_LENGTH_MAX]
 
 
 @contextmanager
 def _noted_and_named() -> Iterator[None]:
+    global _noted
     try:
         with named():
             yield
     except ResourceRefused as error:
-        note(error.message)
+        _noted = error.message[:LACKED_LENGTH_MAX], time.monotonic()
         raise
 
 

@@ -53,7 +53,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tensorhub_plugins.core import log, resources
+from tensorhub_plugins.core import log
 
 VARIABLE = "TENSORHUB_EVENTS"
 SPANS = ("publish", "fetch", "install", "resume")  # events that are spans where a program has OpenTelemetry
@@ -65,6 +65,7 @@ _lock = threading.Lock()
 _file: tuple[int, str, int] | None = None  # (pid, folder, file descriptor): a forked child opens its own
 _room = SIZE_MAX  # bytes that this file may still take
 _failed_pid = -1
+failure = ""  # of this process's journal, or of its parent's
 os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))  # a thread may have held it
 _fetched: dict[tuple[str, Any], Any] = {}  # by worker and version: OpenTelemetry's context of the span of its fetch
 
@@ -82,7 +83,7 @@ def record(event: str, *, worker: str = "", **fields: object) -> None:
 
     Pass `t=` (Unix seconds) to report something that ended earlier than now.
     """
-    global _failed_pid
+    global _failed_pid, failure
     folder = os.environ.get(VARIABLE)
     tracing = sys.modules.get("opentelemetry.trace") if event in SPANS else None
     if tracing is None and (not folder or _failed_pid == os.getpid()):
@@ -97,8 +98,8 @@ def record(event: str, *, worker: str = "", **fields: object) -> None:
         _write(folder, json.dumps(line, default=str).encode() + b"\n")
     except Exception as error:  # a full disk must not end a training run
         _failed_pid = os.getpid()
-        _log.warning("events are no longer recorded in %s: %s", folder, error)
-        resources.note(f"events are no longer recorded in {folder}: {error}")
+        failure = f"events are no longer recorded in {folder}: {error}"
+        _log.warning("%s", failure)
 
 
 def _trace(tracing: Any, line: dict[str, Any]) -> None:

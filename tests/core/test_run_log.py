@@ -7,12 +7,14 @@ import json
 import os
 import resource
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tensorhub_plugins.core import resources, run_log
+from tensorhub_plugins.core.types import RECENT_S
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -132,7 +134,8 @@ def test_spans_are_what_a_program_with_opentelemetry_gets(tmp_path: Path, monkey
 
 
 def test_that_a_disk_is_full_is_noted_for_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "_noted", ("", 0.0))
+    monkeypatch.setattr(resources, "_noted", ("", float("-inf")))
+    monkeypatch.setattr(run_log, "failure", "")
     monkeypatch.setattr(run_log, "_failed_pid", -1)
     monkeypatch.setenv(run_log.VARIABLE, str(tmp_path))
     run_log.record("x")
@@ -144,5 +147,7 @@ def test_that_a_disk_is_full_is_noted_for_the_hub(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(run_log, "_write", full)
     run_log.record("x")
     assert resources.lacked().endswith("No space left on device")
-    monkeypatch.setattr(resources, "RECENT_S", 0.0)
-    assert resources.lacked() == ""
+    monkeypatch.setattr(resources, "_noted", ("memory", time.monotonic()))
+    assert resources.lacked() == "memory"
+    monkeypatch.setattr(resources, "_noted", ("memory", time.monotonic() - RECENT_S))
+    assert resources.lacked().endswith("No space left on device")

@@ -52,7 +52,6 @@ OWED_TIMES = 10  # for so many times the duration of such a claim, no other one 
 UNUSED_HEARTBEATS = 10  # a segment takes less, and a reader that first needs memory can read elsewhere
 TIMER_STEP_S = 0.005  # the resolution of deadlines
 DEAF_KEPT_MAX = 32  # times that the hub stood still; silence before the first of them is counted in full
-RESTARTS_MAX = 1_000  # that a worker may say it has seen
 VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer requests about them
 
 
@@ -211,8 +210,7 @@ class Registry:
     def add_worker(self, worker: Worker) -> None:
         """Add the worker of a session that has sent its Hello."""
         session, hello, history = worker.session, worker.hello, worker.history
-        if hello.welcomed not in (b"", self.session):
-            self.restarts = max(self.restarts, min(hello.restarts, RESTARTS_MAX) + 1)
+        self.restarts = max(self.restarts, (hello.welcomed not in (b"", self.session)) * (hello.restarts + 1))
         for other in history.replicas.get(hello.replica, {}).values():
             if other.hello.shard == hello.shard and worker.is_zombie and not other.is_zombie:
                 worker.is_replaced = True  # it was only away

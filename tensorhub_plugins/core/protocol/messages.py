@@ -194,13 +194,12 @@ class Hello(_Message, frozen=True):
     in an answer to this worker. generation, resolved: the last generation of "latest" of its replica in which it was
     answered, and with which version, for the replica's other shards. hub: the incarnation of the hub that it is sent
     to, so that one that comes late, after a restart, is not believed (b"": the worker knows of none; None: it is older
-    than this field). process: the worker's, see process.py; "": not given. mark: of the attempt that it has begun;
-    b"": none. job: shared only with its former and next incarnations; "": not given. welcomed: the incarnation of the
-    hub that has admitted this session; b"": none yet. restarts: of hubs that it has seen lately. retain_newest and the
-    other fields of that name: as in the last Retain of this worker that was answered; None: none was. tls_only: other
-    data centres are served over TLS only.
-    until: when the first of these holdings whose Publish is unanswered is abandoned; None: none is.
-    name_proof: the one of the last Alive, see `hub/namesakes.py`. hosts: beside that of `endpoints`, at the same ports.
+    than this field). process: see process.py. mark: of the attempt that it has begun; b"": none. job: shared only with
+    its former and next incarnations. welcomed: the incarnation of the hub that has admitted this session; b"": none
+    yet. retain_newest and the other fields of that name: as in the last Retain of this worker that was answered; None:
+    none was. tls_only: other data centres are served over TLS only. until: when the first of these holdings whose
+    Publish is unanswered is abandoned; None: none is. name_proof: the one of the last Alive, see `hub/namesakes.py`.
+    hosts: beside that of `endpoints`, at the same ports.
     """
 
     run: Name
@@ -233,7 +232,7 @@ class Hello(_Message, frozen=True):
     until: Until | None = None
     name_proof: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
     hosts: Hosts = ()
-    restarts: Count = 0
+    restarts: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0  # of hubs, that it has seen lately
 
 
 class Heartbeat(_Message, frozen=True):
@@ -612,11 +611,8 @@ def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[_Decoded], size_bytes
     if frame[: len(MAGIC)] != MAGIC:
         raise ProtocolError("not a tensorhub message: is something else talking to this port?", phase="decode")
     if frame[: len(_HEADER)] != _HEADER:
-        raise ProtocolError(
-            f"protocol version {frame[2] if len(frame) > 2 else 'missing'}, this side speaks {PROTOCOL}: "
-            "install the same tensorhub_plugins on both sides",
-            phase="decode",
-        )
+        theirs, to_do = frame[2] if len(frame) > 2 else "missing", "install the same tensorhub_plugins on both sides"
+        raise ProtocolError(f"protocol version {theirs}, this side speaks {PROTOCOL}: {to_do}", phase="decode")
     try:
         return decoder.decode(memoryview(frame)[len(_HEADER) :])
     except DECODE_ERRORS as error:

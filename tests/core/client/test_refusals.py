@@ -440,7 +440,7 @@ def test_memory_that_may_only_be_read_is_refused_by_name(stage, tmp_path, transp
 
 def test_what_the_system_refused_a_worker_is_in_the_hubs_status(stage, monkeypatch):
     """For a while, and while the worker is there: with its next heartbeat."""
-    monkeypatch.setattr(resources, "_noted", ("", 0.0))
+    monkeypatch.setattr(resources, "_noted", ("", float("-inf")))
     trainer, reader = stage.client("trainer"), stage.client("reader")
     trainer.publish(1, {"w": torch.ones(1000)})
     monkeypatch.setattr(machine, "free_bytes", lambda root: 1)
@@ -454,5 +454,5 @@ def test_what_the_system_refused_a_worker_is_in_the_hubs_status(stage, monkeypat
         )
 
     until(lambda: "of host memory are needed" in lacks())
-    monkeypatch.setattr(resources, "_noted", ("", 0.0))
+    monkeypatch.setattr(resources, "_noted", ("", float("-inf")))
     until(lambda: not lacks())
