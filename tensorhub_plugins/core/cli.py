@@ -468,15 +468,21 @@ def write_timeline(files: list[Path], out: Path) -> str:
     """Write a page and a trace of these journals; return what each version waited for, as text for users."""
     found = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
     found = [file for file in found if not file.is_dir()]
-    events = [event for file in found for event in timeline.parse(file.read_bytes().splitlines(), str(file))]
+    events, left_out = timeline.newest(event for file in found for event in _events_of(file))
     out = out / "timeline" if out.is_dir() else out
     name = str(out.with_suffix("") if out.suffix in (".html", ".json") else out)
     paths = critical_path.paths(events)
     template = Path(timeline.__file__).with_suffix(".html").read_text()
     Path(f"{name}.html").write_text(timeline.page(template, events, paths))
     Path(f"{name}.json").write_text(json.dumps(timeline.trace(events)))
-    files_text = f"{name}.html: {len(events)} events; {name}.json: the same for https://ui.perfetto.dev"
+    earlier = f", without {left_out} earlier ones" if left_out else ""
+    files_text = f"{name}.html: {len(events)} events{earlier}; {name}.json: the same for https://ui.perfetto.dev"
     return f"{critical_path.text(paths)}\n{files_text}"
+
+
+def _events_of(file: Path) -> Iterator[timeline.Event]:
+    with open(file, "rb") as lines:
+        yield from timeline.parse(iter(lambda: lines.readline(timeline.LINE_BYTES_MAX), b""), str(file))
 
 
 def check_machine(options: argparse.Namespace) -> int:

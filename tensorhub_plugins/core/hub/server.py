@@ -77,6 +77,7 @@ def _router(address: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[by
         context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)  # its threads set it themselves, as they start
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.IPV6, where.startswith("tcp://["))
+    socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise when there is no connection
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that reconnects keeps its identity at once
     return context, socket, where
@@ -145,14 +146,12 @@ class Server(OfThisProcess):
         self._unreachable: list[hub.Received] = []  # Byes for workers that have ended without sending one
         self._failures: dict[bytes, int] = {}  # by session
         self._context, self._socket, where = _router(address)
-        self._strangers = curve.Strangers(self._context, self._socket)
+        self._strangers = curve.Strangers(self._context, self._socket, clock)
         self._doorman: curve.Doorman | None = None
         if keys is not None:
-            refused = lambda host: self._strangers.refused(host, clock())  # noqa: E731
-            self._doorman = curve.Doorman(self._context, admitted, refused)
+            self._doorman = curve.Doorman(self._context, admitted, self._strangers.refused)
             curve.guard_hub(self._socket, keys)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, curve.HANDSHAKE_MS)
-        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.FROM_CLIENT_SIZE_BYTES_MAX)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES_MAX)
@@ -238,7 +237,7 @@ class Server(OfThisProcess):
             try:
                 if not found:
                     left = float(files_left(self._files_max))
-                    refused = float(len(self._strangers.report(now)))
+                    refused = float(len(self._strangers.report()))
                     found = [*metrics(self._hub.registry, now), hub_figure(*CONNECTIONS_LEFT, left)]
                     found.append(hub_figure(*REFUSED_HOSTS, refused))
                 asked.set_result(found)
@@ -273,7 +272,7 @@ class Server(OfThisProcess):
         return poller
 
     def _let_in(self) -> None:
-        self._strangers.look(self._clock())
+        self._strangers.look()
         if self._doorman is not None:
             self._doorman.answer()
 
@@ -370,7 +369,7 @@ class Server(OfThisProcess):
             return
         if isinstance(message, messages.Status):
             message.report["connections_left"] = files_left(self._files_max)
-            message.report["refused_hosts"] = self._strangers.report(self._clock())
+            message.report["refused_hosts"] = self._strangers.report()
         if isinstance(message, messages.Status | messages.Versions):  # their cost grows with the records
             self._rates.charge(identity, len(self._hub.workers))
         self._send(identity, message)

@@ -27,6 +27,8 @@ WORKER_MAX = 512  # characters of a name
 JSON = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and its like are no JSON, in the trace neither
 TICKS = 10_000  # of the page's times, in a second
 BARS_MAX = 600_000  # on the page, which a browser draws at once; the newest are kept
+EVENTS_MAX = 300_000  # of a run, likewise: of 64 workers about a thousand versions, 1 GB of memory
+LINE_BYTES_MAX = 1 << 20  # of a journal
 
 
 def parse(lines: Iterable[bytes], name: str) -> Iterator[Event]:
@@ -45,6 +47,23 @@ def parse(lines: Iterable[bytes], name: str) -> Iterator[Event]:
             broken = f"line {number} is no event"
     if broken and number == 1:
         raise UsageError(f"{name}: {broken}: give files of a folder that TENSORHUB_EVENTS has named")
+
+
+def newest(events: Iterable[Event], most: int = EVENTS_MAX) -> tuple[list[Event], int]:
+    """Return the last of these events, in the order of their times, and the number of earlier ones, which are left out:
+    a long run has more than fit into memory."""
+    kept, count = list[Event](), 0
+    for count, event in enumerate(events, 1):  # noqa: B007
+        kept.append(event)
+        if len(kept) > most + most // 4:
+            _keep_newest(kept, most)
+    _keep_newest(kept, most)
+    return kept, count - len(kept)
+
+
+def _keep_newest(events: list[Event], most: int) -> None:
+    events.sort(key=lambda event: float(event["t"]))
+    del events[: max(0, len(events) - most)]
 
 
 def _well_formed(event: Event) -> Event:

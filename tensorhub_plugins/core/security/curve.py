@@ -95,7 +95,10 @@ class Strangers:
 
     ZeroMQ reports a failure without the peer; that the connection is over comes next, and names its descriptor."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
         address = f"inproc://tensorhub-strangers-{id(self)}"
         router.monitor(address, zmq.EVENT_ACCEPTED | PROTOCOL | zmq.EVENT_DISCONNECTED)
         self.socket = context.socket(zmq.PAIR)
@@ -106,7 +109,7 @@ class Strangers:
         self._failed = False
         self._refused: dict[str, tuple[int, float]] = {}  # by host: how many, and when the last one was
 
-    def look(self, now: float) -> None:
+    def look(self) -> None:
         """Take all events that have come."""
         with contextlib.suppress(zmq.Again):
             while True:
@@ -119,18 +122,19 @@ class Strangers:
                 else:
                     host = self._hosts.pop(number, "")
                     if self._failed:
-                        self.refused(host, now)
+                        self.refused(host)
                     self._failed = False
 
-    def refused(self, host: str, now: float) -> None:
+    def refused(self, host: str) -> None:
         """Note a handshake that was refused."""
         count, _ = self._refused.pop(host, (0, 0.0))
-        self._refused[host] = count + 1, now
+        self._refused[host] = count + 1, self._clock()
         while len(self._refused) > STRANGERS_MAX:
             del self._refused[next(iter(self._refused))]
 
-    def report(self, now: float) -> list[dict[str, object]]:
+    def report(self) -> list[dict[str, object]]:
         """Return the hosts of lately, the last one first."""
+        now = self._clock()
         return [
             {"host": host or "an unknown host", "count": count, "seconds_ago": round(now - at, 3)}
             for host, (count, at) in reversed(self._refused.items())

@@ -108,12 +108,15 @@ def test_whose_handshakes_were_refused_is_in_the_status() -> None:
 def test_hosts_of_refused_handshakes_are_bounded() -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
-    strangers = curve.Strangers(context, router)
+    now = 100.0
+    strangers = curve.Strangers(context, router, lambda: now)
     for number in range(10 * curve.STRANGERS_MAX):
-        strangers.refused(f"10.0.{number >> 8}.{number & 255}", float(number))
-    assert len(strangers.report(640.0)) == curve.STRANGERS_MAX
-    assert strangers.report(640.0)[0] == {"host": "10.0.2.127", "count": 1, "seconds_ago": 1.0}
-    assert strangers.report(5000.0) == []
+        strangers.refused(f"10.0.{number >> 8}.{number & 255}")
+    now = 101.0
+    assert len(strangers.report()) == curve.STRANGERS_MAX
+    assert strangers.report()[0] == {"host": "10.0.2.127", "count": 1, "seconds_ago": 1.0}
+    now = 5000.0
+    assert strangers.report() == []
     for each in (strangers.socket, router):
         each.close()
     context.term()

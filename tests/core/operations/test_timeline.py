@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,36 @@ def test_what_is_nested_without_end_is_no_journal(tmp_path: Path, capsys: pytest
     (tmp_path / "deep").write_bytes(b"[" * 100_000)
     assert main(["timeline", str(tmp_path / "deep"), "--out", str(tmp_path / "out")]) != 0
     assert "line 1 is no event" in capsys.readouterr().err
+
+
+def test_of_a_long_run_the_newest_events_are_kept_in_bounded_memory() -> None:
+    def run(first: int, count: int) -> Iterator[dict[str, Any]]:
+        return ({"t": float(each), "event": "install", "worker": "a/0"} for each in range(first, first + count))
+
+    def peak(events: Iterator[dict[str, Any]], most: int) -> int:
+        tracemalloc.start()
+        timeline.newest(events, most)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    for files in ((run(0, 1000), run(500, 1000)), (run(500, 1000), run(0, 1000))):
+        kept, left_out = timeline.newest((event for file in files for event in file), 100)
+        assert [event["t"] for event in kept] == [float(each) for each in range(1400, 1500)] and left_out == 1900
+    assert timeline.newest(run(0, 100), 100) == (list(run(0, 100)), 0) and timeline.newest([]) == ([], 0)
+    assert peak(run(0, 20_000), 500) < 1.5 * peak(run(0, 2_000), 500) < peak(run(0, 20_000), 20_000) / 5
+
+
+def test_what_was_left_out_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = timeline.newest
+    monkeypatch.setattr(timeline, "newest", lambda events: newest(events, 4))
+    assert main(["timeline", str(folder), "--out", str(folder / "page")]) == 0
+    assert "4 events, without 5 earlier ones;" in capsys.readouterr().out
+
+
+def test_a_file_without_lines_is_not_read_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(b" " * (3 * timeline.LINE_BYTES_MAX))
+    assert main(["timeline", str(file)]) == 1 and "line 1 is no event" in capsys.readouterr().err
