@@ -31,8 +31,9 @@ from typing import Any, NoReturn
 
 import psutil
 
-START_TIMEOUT_S = 120.0  # of one node, on a busy machine
+START_TIMEOUT_S = 300.0  # of one node, on a busy machine
 POLL_S = 0.2
+IS_UP = "This command will now block forever"  # what `ray start` says then
 OBJECTS_BYTES = 200_000_000  # of shared memory, on each node
 CORES = 32  # of which Ray believes that each node has them: they are counted, not used
 QUIET = {
@@ -125,11 +126,13 @@ def start(
     process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     started.append(process)
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not (raylets := _raylets(process.pid)) or (rank == 0 and not (folder / "ray_current_cluster").exists()):
+    while IS_UP not in (folder / f"{name}.log").read_text(errors="replace"):
+        if process.poll() is not None and rank > 0:  # Ray itself waits for half a minute only
+            process = started[-1] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         if process.poll() is not None or time.monotonic() > deadline:
             _fail(f"{name} did not start: see {folder / f'{name}.log'}")
         time.sleep(POLL_S)
-    return {"name": name, "raylet": raylets[0], "gpus": gpus}
+    return {"name": name, "raylet": _raylets(process.pid)[0], "gpus": gpus}
 
 
 def _raylets(pid: int) -> list[int]:

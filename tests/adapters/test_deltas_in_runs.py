@@ -1,4 +1,4 @@
-"""A real verl run whose rollouts take deltas from each other, between hosts, through all that happens.
+"""Real runs of verl and OpenRLHF whose rollouts take deltas from each other, between hosts, through all that happens.
 
 One rollout joins after the other, one misses versions, the hub starts again, and so does the run, from its checkpoint.
 Every digest is the trainer's at every version. Needs root, `ip`, `tc`.
@@ -6,6 +6,7 @@ Every digest is the trainer's at every version. Needs root, `ip`, `tc`.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
@@ -13,13 +14,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verl", reason="this is about verl")
-pytest.importorskip("vllm", reason="the rollouts are vLLM engines")
-
-from recipes.bench import network  # noqa: E402
-from recipes.demo.elastic_report import digests_equal  # noqa: E402
-from recipes.demo.report import replica_of  # noqa: E402
-from tensorhub_plugins.core import attempt_of, step_of  # noqa: E402
+from recipes.bench import network
+from recipes.demo.elastic_report import digests_equal
+from recipes.demo.report import replica_of
+from tensorhub_plugins.core import attempt_of, step_of
 
 pytestmark = [
     pytest.mark.heavy,
@@ -28,9 +26,17 @@ pytestmark = [
     pytest.mark.skipif(bool(network.missing()), reason=network.missing() or ""),
 ]
 
+FRAMEWORKS = ("verl", "openrlhf")
 MISSED = 3  # versions, by one rollout
 SMALL, USUAL = 0.3, 0.1  # of a version: what a read by deltas costs at lr 1e-6, most; 0.015 were seen
 WATCHED = 4  # versions, in each part of the story
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest) -> str:
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed here")
+    return str(request.param)
 
 
 def reads(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -53,11 +59,11 @@ def check_digests(events: list[dict[str, Any]]) -> None:
 
 
 def check_deltas(events: list[dict[str, Any]]) -> None:
-    """Rollouts took them from the trainer, and from each other."""
+    """Rollouts took them from the trainer, or from the keeper that had read it, and from each other."""
     small = [e for e in reads(events) if e["wire_bytes"] < SMALL * e["bytes"]]
-    from_trainer = [e for e in small if any(replica_of(name) == "trainer" for name in e["sources"])]
+    from_first = [e for e in small if any(replica_of(name) in ("trainer", "keeper-auto") for name in e["sources"])]
     from_peers = [e for e in small if all(replica_of(name).startswith("rollout") for name in e["sources"])]
-    assert from_trainer and from_peers, [
+    assert from_first and from_peers, [
         (e["worker"], e["version"], e["wire_bytes"], e["sources"]) for e in reads(events)
     ]
     usual = median(e["wire_bytes"] / e["bytes"] for e in small)
@@ -68,10 +74,10 @@ def check_deltas(events: list[dict[str, Any]]) -> None:
     assert usual < USUAL
 
 
-def test_rollouts_take_deltas_from_each_other_through_all_that_happens(tmp_path: Path) -> None:
+def test_rollouts_take_deltas_from_each_other_through_all_that_happens(framework: str, tmp_path: Path) -> None:
     from delta_story import Stage
 
-    with Stage(tmp_path) as stage:
+    with Stage(tmp_path, framework) as stage:
         with stage.life("first") as life:
             life.begin()
             life.everywhere(WATCHED)
@@ -88,7 +94,7 @@ def test_rollouts_take_deltas_from_each_other_through_all_that_happens(tmp_path:
         check_digests(events)
         check_deltas(events)
         resumed = life.saved()
-        with stage.life("second") as life:
+        with stage.life("second", resumes=True) as life:
             life.begin()
             life.everywhere(WATCHED)
             events = life.run.events()
@@ -110,6 +116,22 @@ def check_keeper(log: list[dict[str, Any]], events: list[dict[str, Any]], resume
     print(
         f"the second life began with step {step_of(first)}, of the checkpoint {resumed}; the keeper read {again} bytes"
     )
+
+
+def test_the_control_takes_no_deltas(framework: str, tmp_path: Path) -> None:
+    """The same with delta="off": every read is a whole version."""
+    from delta_story import Stage
+
+    with Stage(tmp_path, framework) as stage:
+        with stage.life("first", delta="off") as life:
+            life.begin()
+            life.everywhere(2)
+            events = life.run.events()
+        check_digests(events)
+        found = reads(events)
+        assert len(found) > 2 and all(e["wire_bytes"] == e["bytes"] for e in found)
+        with pytest.raises(AssertionError):
+            check_deltas(events)
 
 
 def test_the_check_sees_that_all_is_read_whole_and_that_peers_give_nothing() -> None:

@@ -1,4 +1,4 @@
-"""A run of verl on three hosts whose rollouts take deltas from each other, and a keeper of what it publishes.
+"""A run of a framework on three hosts whose rollouts take deltas from each other, and a keeper of what it publishes.
 
 The hosts are network namespaces: what one reads from another goes over tcp. Of the three nodes the first has the
 trainer and a rollout, and is in the east; the others are in the west, where one rollout reads from the east and the
@@ -92,8 +92,8 @@ class Keeper:
 class Stage:
     """The hosts, the hub and the keeper, which outlive a run."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.checkpoints = folder, folder / "checkpoints"
+    def __init__(self, folder: Path, framework: str) -> None:
+        self.folder, self.framework = folder, framework
         self.wires = network.Network()
 
     def __enter__(self) -> Stage:
@@ -124,9 +124,9 @@ class Stage:
         return [read["version"] for read in self.keeper.call("log")]
 
     @contextmanager
-    def life(self, name: str) -> Iterator[Life]:
+    def life(self, name: str, *, resumes: bool = False, delta: str = "auto") -> Iterator[Life]:
         """Start the run, or start it again from its last checkpoint; end it at the end."""
-        life = Life(self, self.folder / name)
+        life = Life(self, self.folder / name, resumes, delta)
         try:
             yield life
         finally:
@@ -136,7 +136,7 @@ class Stage:
 class Life:
     """One life of the run."""
 
-    def __init__(self, stage: Stage, folder: Path) -> None:
+    def __init__(self, stage: Stage, folder: Path, resumes: bool, delta: str) -> None:
         self.stage, self.folder = stage, folder
         where = [f"{site}:{host.name}:{host.address}" for site, host in zip(NODES, stage.nodes, strict=True)]
         environment = {
@@ -145,17 +145,27 @@ class Life:
             "OUT": os.environ.get("OUT", str(stage.folder / "out")),
         }
         environment["RAY_health_check_timeout_ms"] = "60000"  # a node that is cut off comes back
-        options = {"hub": stage.hub, "run": RUN}
+        options = {"hub": stage.hub, "run": RUN, "delta": delta}
+        checkpoints = stage.folder / "checkpoints"
+        arguments: list[str]
+        if stage.framework == "verl":
+            store = elastic.STORE
+            arguments = [f"+{store}.{name}={value}" for name, value in options.items()]
+            arguments += ["actor_rollout_ref.actor.optim.lr=1e-6", f"trainer.default_local_dir={checkpoints}"]
+            arguments += [f"trainer.save_freq={SAVE_EVERY}", "trainer.resume_mode=auto"]
+        else:
+            given = "&".join(f"{name}={value}" for name, value in {**options, "verify": 1}.items() if name != "hub")
+            environment["HUB"] = f"tensorhub{stage.hub.removeprefix('tcp')}?{given}"
+            arguments = ["--actor.adam.lr", "1e-6", "--ckpt.path", str(checkpoints)]
+            arguments += ["--ckpt.save_steps", str(SAVE_EVERY), *(["--ckpt.load_enable"] if resumes else [])]
+            arguments += ["--rollout.max_new_tokens", "16"]  # short: it is about versions
         self.run = elastic.Run(
             folder,
             "tiny",
+            stage.framework,
             nodes="2 1 1",
             inside=("ip", "netns", "exec", stage.nodes[0].name),
-            arguments=[
-                *(f"+{elastic.STORE}.{name}={value}" for name, value in options.items()),
-                *("actor_rollout_ref.actor.optim.lr=1e-6", f"trainer.default_local_dir={stage.checkpoints}"),
-                *(f"trainer.save_freq={SAVE_EVERY}", "trainer.resume_mode=auto"),
-            ],
+            arguments=arguments,
             **environment,
         )
 
@@ -175,9 +185,10 @@ class Life:
         return max((e["version"] for e in self.run.events() if e["event"] == "publish"), default=0)
 
     def saved(self) -> int:
-        """Return the step that verl resumes from."""
-        said = self.stage.checkpoints / "latest_checkpointed_iteration.txt"
-        text = said.read_text().strip() if said.exists() else ""
+        """Return the step that the framework resumes from."""
+        said = self.stage.folder / "checkpoints"
+        said = said / ("latest_checkpointed_iteration.txt" if self.stage.framework == "verl" else "_actor/latest")
+        text = said.read_text().strip().removeprefix("global_step") if said.exists() else ""
         return int(text) if text.isdigit() else 0
 
     def joined(self) -> list[str]:
