@@ -11,13 +11,13 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 3_850,
-    "core/client": 5_300,
+    "core": 3_885,
+    "core/client": 5_310,
     "core/deltas": 660,
-    "core/hub": 5_390,
+    "core/hub": 5_415,
     "core/kernels": 560,
     "core/memory": 3_715,
-    "core/operations": 1_670,
+    "core/operations": 1_705,
     "core/protocol": 1_160,
     "core/security": 720,
     "core/transfer": 1_947,
