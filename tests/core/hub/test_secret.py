@@ -102,7 +102,7 @@ def test_whose_handshakes_were_refused_is_in_the_status() -> None:
     with start_server() as server:
         with pytest.raises(UsageError), joined(server, KEYS):
             pass
-        assert len(fetch_status(server.address)["refused_hosts"]) == 1
+        assert fetch_status(server.address)["refused_hosts"]
 
 
 def test_hosts_of_refused_handshakes_are_bounded() -> None:
