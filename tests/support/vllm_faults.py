@@ -34,14 +34,15 @@ class FaultyExtension(TensorHubWorkerExtension):
         """Make the next reload fail: while a loader runs, while a layer is packed, or while the last layers are."""
         from vllm.model_executor.model_loader.reload import layerwise
 
-        calls = itertools.count()
+        calls, failed = itertools.count(), []
         name = {"load": "get_numel_loaded", "process": "_layerwise_process", "finalize": "_place_kernel_tensors"}[step]
         original = getattr(layerwise, name)
 
         def fail(*args, **kwargs):
-            if step == "load" and next(calls) < 3:  # of the others there may be one: most layers may be copied instead
+            # Of the others there may be one: most layers may be copied instead.
+            if failed or (step == "load" and next(calls) < 3):
                 return original(*args, **kwargs)
-            setattr(layerwise, name, original)
+            failed.append(step)  # this stays where it is: a reload has wrapped it, and puts it back
             raise RuntimeError(f"injected: {step}")
 
         setattr(layerwise, name, fail)
