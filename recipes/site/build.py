@@ -48,6 +48,7 @@ MENU: dict[str, list[str]] = {
     "Know": [
         "docs/guarantees.md",
         "docs/serving.md",
+        "docs/lora.md",
         "recipes/conformance/README.md",
         "docs/comparison.md",
         "tensorhub_plugins/core/README.md",

@@ -26,6 +26,9 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
     advertise_host: str | None = None
     preemptible: bool | None = None  # this node may be taken away; None: the environment's TENSORHUB_PREEMPTIBLE
     job: str | None = None  # what its next life has, too, see Client; None: the environment's TENSORHUB_JOB
+    # LoRA adapters that the engine takes from the store: the models of their histories, which are also what requests
+    # call them. The base weights stay what the engine started with. See lora.py.
+    lora: tuple[str, ...] = ()
     connect_timeout_s: float = 10.0  # for the hub's first answer
     drain_timeout_s: float = 30.0  # for readers of the live weights before an install; then they are cut off
     serve_timeout_s: float = 120.0  # for what serving takes after an install: publishing, dropping the last version
@@ -56,6 +59,8 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
         run_log.use(parsed.events)
         if parsed.install == "direct" and parsed.serve_from == "host":
             raise UsageError('install="direct" keeps nothing in host memory: use serve_from="live"')
+        if "" in parsed.lora or len({*parsed.lora, parsed.model}) <= len(parsed.lora):
+            raise UsageError(f"{where}: option lora is {parsed.lora!r}: name each once, and not as the model")
         return parsed
 
 
@@ -69,7 +74,8 @@ class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     disk: Literal["never", "fallback", "only"] = "never"  # fallback: when the store has no version at all, or loses it
     disk_version: int = 0  # the version as which weights from disk are served to others; 0: they are not
     start_timeout_s: float = 600.0  # for the first version to appear and arrive
-    follow: Literal["idle", "now"] | None = None  # switch to every new version, see engine/core_follower.py
+    # Switch to every new version, see engine/core_follower.py; with "lora": of the adapters, and "now" is the default.
+    follow: Literal["idle", "now"] | None = None
     follow_patience_s: float = 60.0  # "idle": after this long without an idle moment, switch at once
 
 
@@ -103,7 +109,28 @@ def parse(given: Mapping[str, Any] | None, vllm_config: Any) -> tuple[StartConfi
         )
     if start.disk == "only" and not rest and not start.follow:
         return start, None
-    return start, configure({"serve_from": "live", **rest}, vllm_config, where)
+    base = {"model": StoreOptions().model} if start.disk == "only" and rest.get("lora") else {}  # not the store's
+    joining = configure({"serve_from": "live", **base, **rest}, vllm_config, where)
+    check_lora(joining.lora, vllm_config)
+    return start, joining
+
+
+def check_lora(names: tuple[str, ...], vllm_config: Any) -> None:
+    """Raise UsageError for an engine that cannot take these adapters from the store."""
+    lora, parallel = getattr(vllm_config, "lora_config", None), vllm_config.parallel_config
+    if not names:
+        return
+    if lora is None:
+        raise UsageError(f"the adapters {', '.join(names)} are to come from the store: start with --enable-lora")
+    if getattr(getattr(vllm_config, "weight_transfer_config", None), "backend", None) is not None:
+        raise UsageError("the weights under adapters from the store stay: start without --weight-transfer-config")
+    if len(names) > lora.max_cpu_loras:
+        raise UsageError(f"{len(names)} adapters are to come from the store: start with --max-loras {len(names)}")
+    if getattr(parallel, "pipeline_parallel_size", 1) > 1 or shares_experts(vllm_config):
+        raise UsageError(
+            "adapters from the store go to engines without pipeline parallelism, and without data parallel ranks that "
+            "share experts: use tensor_parallel_size, or several engines"
+        )
 
 
 def configure(given: Mapping[str, Any], vllm_config: Any, where: str = "the store's configuration") -> WorkerConfig:

@@ -84,6 +84,8 @@ class TensorHubModelLoader(BaseModelLoader):
         with set_default_torch_dtype(model_config.dtype), cpu.live_layers():
             with device:
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            if joining is not None and joining.lora and start.disk == "only" and not start.disk_version:
+                joining = None  # only its adapters come from the store (engine/core_follower.py)
             on_disk = joining is None or _start_from_disk(start, joining, vllm_config)
             with reload.defined_paddings():
                 if on_disk:

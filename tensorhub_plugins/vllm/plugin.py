@@ -7,7 +7,7 @@ be called twice. What it registers acts only where a configuration names it:
     either of the two                                          core_follower.py, and a health check of the weights
     worker_extension_cls                                       core_follower.py: open sessions do not keep KV of old
                                                                weights, and tokens are counted by version
-    --load-format tensorhub, in `vllm serve`                   routes.py
+    --load-format tensorhub, in `vllm serve`                   routes.py; and the names of adapters, see lora.py
     either of the two, or worker_extension_cls                 engine/pooling.py
     either of the two                                          time to hand over the last copy when an engine ends
     either of the two                                          interrupts.py: an engine that starts ends at SIGTERM
@@ -165,6 +165,19 @@ def _add_routes(serve: Any) -> None:
     _wrap(serve, "register_vllm_serve_api_routers", register)
 
 
+def _add_adapters(serving: Any) -> None:
+    """Have `vllm serve` offer the adapters that the engine takes from the store, from the start on."""
+
+    def begin(original: Any, models: Any, engine_client: Any, *args: Any, **kwargs: Any) -> None:
+        original(models, engine_client, *args, **kwargs)
+        if _is_ours(engine_client.vllm_config):
+            from tensorhub_plugins.vllm.lora import requests_of
+
+            models.lora_requests.update(requests_of(engine_client.vllm_config))
+
+    _wrap(serving.OpenAIServingModels, "__init__", begin)
+
+
 def _add_pooling(serving: Any) -> None:
     """Make what is made of several requests of one version."""
     from tensorhub_plugins.vllm.engine.pooling import of_one_version
@@ -260,6 +273,7 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
     "vllm.v1.engine.utils": _add_time_to_leave,
     "vllm.v1.executor.abstract": _add_ends_of_core,
     "vllm.entrypoints.serve": _add_routes,
+    "vllm.entrypoints.openai.models.serving": _add_adapters,
     "vllm.v1.executor.multiproc_executor": _add_draining,
     "vllm.entrypoints.pooling.base.serving": _add_pooling,
     "vllm.entrypoints.pooling.scoring.serving": _add_scores,

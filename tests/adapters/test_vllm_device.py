@@ -81,7 +81,7 @@ def test_the_device_is_the_engines_from_the_load_to_the_end_of_the_warm_up(
     def nothing(*_: object) -> None: ...
 
     stands_in: dict[str, Any] = {
-        "parse": lambda *_: (SimpleNamespace(start_timeout_s=1.0), object() if joins else None),
+        "parse": lambda *_: (SimpleNamespace(start_timeout_s=1.0), SimpleNamespace(lora=()) if joins else None),
         "initialize_model": lambda **_: model,
         "join": nothing,
         "_read": lambda *_: True,

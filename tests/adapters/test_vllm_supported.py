@@ -37,7 +37,7 @@ FROM_STORE = {"load_config": SimpleNamespace(load_format="tensorhub")}
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"lora_config": object()}, "switch LoRA off"),
+        ({"lora_config": object()}, "started for LoRA"),
         ({"parallel": {"enable_eplb": True}}, "switch enable_eplb off"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size=1"),
         ({"parallel": {"data_parallel_size": 2}}, "--load-format tensorhub"),

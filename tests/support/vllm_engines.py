@@ -323,6 +323,19 @@ class _Host:
             self.running.add(f"{prefix}{k}")
             self.outputs[f"{prefix}{k}"] = []
 
+    def with_adapter(self, prompt: list[int], tokens: int, adapter: Any) -> tuple[list[int], list[float]]:
+        """Return a greedy continuation and its log-probabilities. adapter: its name, and those of all; None: none."""
+        from vllm import SamplingParams
+
+        from tensorhub_plugins.vllm.lora import lora_request
+
+        request = None if adapter is None else lora_request(adapter[0], tuple(adapter[1]))
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
+        prompts = [{"prompt_token_ids": prompt}]
+        answer = self.llm.generate(prompts, params, lora_request=request, use_tqdm=False)[0].outputs[0]
+        chosen = [row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        return list(answer.token_ids), chosen
+
     def gather(self, prompts: list[list[int]], task: str, steps: int, calls: list[tuple[str, Any]]) -> list[Any]:
         """Return the results of prompts over several steps, with these calls of workers after so many of them, as an
         update makes them. task: one of pooling, or "prompt", for the log-probabilities of its tokens."""

@@ -21,8 +21,8 @@ NO_VERSION = "none"
 LOOP_TIMEOUT_S = 900.0  # for the core's loop to come round: one step, or a call of another client
 
 
-def label(core: Any, version: int) -> None:
-    """Tell vLLM what its own weight_version is; 0: none of the store's."""
+def label(core: Any, version: int | str) -> None:
+    """Tell vLLM what its own weight_version is; 0: none of the store's. A text: of each of several adapters."""
     if hasattr(core, "set_weight_version"):
         core.set_weight_version(str(version) if version else NO_VERSION)
 
@@ -44,6 +44,7 @@ class Following(TypedDict):
     failure: NotRequired[str]  # of the last try; "": it went well
     last: NotRequired[dict[str, float]]  # pull_s and pause_s of the last version
     updating: NotRequired[bool]  # to a version that is being fetched or installed
+    adapters: NotRequired[dict[str, Following]]  # of an engine that follows adapters, all; the rest is of the last one
 
 
 def lag_of(said: Following) -> int:
@@ -79,7 +80,8 @@ class Core:
         self._core, self._wake_up, self._alone = core, EngineCoreRequestType.WAKEUP, alone
         self._caches, self._departures = caches, Departures(core, self.running)
         self.pause_mode, self.recompute = "keep", True  # see config.FollowConfig
-        self.spans = Spans()  # used in the loop only
+        # What tokens are of, by what requests ask for: "": the weights, else an adapter. Used in the loop only.
+        self.spans = {"": Spans()}
         core.collective_rpc = self._labelled(core.collective_rpc)
         original = core._handle_client_request
 
@@ -91,7 +93,7 @@ class Core:
             if request_type == EngineCoreRequestType.ADD:
                 asked, goes_on = request[0], request[0].request_id in core.scheduler.requests
                 if not (goes_on or getattr(asked, "resumable", False)):  # a session counts its tokens anew
-                    self.spans.added(asked.request_id)
+                    self.spans[self._target_of(asked)].added(asked.request_id)
             original(request_type, request)
 
         core._handle_client_request = handle_client_request
@@ -111,7 +113,7 @@ class Core:
         def collective_rpc(method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
             answers = original(method, timeout, args, kwargs)
             if method == INSTALL and all(answer["installed"] for answer in answers):
-                self.relabel(args[0] if args else kwargs["version"])
+                self.relabel(args[0] if args else kwargs["version"], (kwargs or {}).get("target", ""))
             return answers
 
         return collective_rpc
@@ -147,11 +149,20 @@ class Core:
     @property
     def version(self) -> int:
         """Return the version of the tokens that are made now; 0: of none of the store's."""
-        return self.spans.version
+        return self.version_of("")
+
+    def version_of(self, target: str) -> int:
+        """Return the version of the tokens that requests for this adapter get now; "": for the weights alone."""
+        return self.spans[target].version
 
     def starts(self, request: str, forget: bool = False) -> list[tuple[Place, list[Start]]]:
         """Call in the loop. Where the versions of this request's answers start, see spans.py. forget: afterwards."""
-        return self.spans.pop(request) if forget else self.spans.of(request)
+        found = (spans.pop(request) if forget else spans.of(request) for spans in self.spans.values())
+        return sorted(start for starts in found for start in starts)
+
+    def _target_of(self, request: Any) -> str:
+        name = getattr(getattr(request, "lora_request", None), "lora_name", "")
+        return name if name in self.spans else ""
 
     async def ask(self, action: Callable[[], Any], *, may_last: bool = False) -> Any:
         """Run this in the loop and return what it returns; of a future, when it is done. After LOOP_TIMEOUT_S it is not
@@ -169,14 +180,15 @@ class Core:
         self._core.input_queue.put_nowait((self._wake_up, partial(_follow_up, action, done)))
         return done
 
-    async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Return what the workers of this core answer, in their order."""
+    async def rpc(self, method: str, *args: Any, target: str = "") -> list[Any]:
+        """Return what the workers of this core answer, in their order. target: an adapter, instead of the weights."""
+        more = {"kwargs": {"target": target}} if target else {}
 
         def call() -> list[Any]:
             self._held |= method == INSTALL  # also of what has stayed paused since one that failed
             self._caches.is_stale |= method == INSTALL
             try:
-                answers = list(self._core.collective_rpc(method, args=args))
+                answers = list(self._core.collective_rpc(method, args=args, **more))
             except Exception:
                 if method == INSTALL:
                     self._let_go()
@@ -267,24 +279,32 @@ class Core:
     def running(self) -> list[str]:
         return list(self._core.scheduler.requests)  # at once: the loop may add some
 
-    def _produced(self) -> dict[str, int]:
+    def _produced(self, target: str) -> dict[str, int]:
         """Call in the loop."""
-        return {name: request.num_output_tokens for name, request in self._core.scheduler.requests.items()}
+        requests = self._core.scheduler.requests.items()
+        return {name: each.num_output_tokens for name, each in requests if self._target_of(each) == target}
 
     def departed(self) -> list[str]:
         return self._departures.take()
 
-    def relabel(self, version: int) -> None:
+    def relabel(self, version: int, target: str = "") -> None:
         """Call in the loop. Tokens are of this version from here on; 0: of none of the store's."""
-        self.spans.switched(version, self._produced())
-        label(self._core, version)
+        self.spans[target].switched(version, self._produced(target))
+        label(self._core, self._told())
 
-    def settle(self, version: int) -> None:
+    def _told(self) -> int | str:
+        """Return the version of the weights, or of the only adapter; of several all that they have."""
+        of_adapters = {name: spans.version for name, spans in self.spans.items() if name}
+        if len(of_adapters) > 1:
+            return ",".join(f"{name}={version}" for name, version in of_adapters.items())
+        return next(iter(of_adapters.values()), self.version)
+
+    def settle(self, version: int, target: str = "") -> None:
         """Note that the engine was started with this version."""
 
         def settle() -> None:
-            self.spans.settle(version, self._produced())
-            label(self._core, version)
+            self.spans[target].settle(version, self._produced(target))
+            label(self._core, self._told())
 
         self._core.input_queue.put_nowait((self._wake_up, settle))
 

@@ -29,7 +29,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from tensorhub_plugins.core import Client, NotPublished, TensorHubError, UsageError, options
 from tensorhub_plugins.core.log import get_logger
@@ -50,6 +52,11 @@ from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.names import NAME
 from tensorhub_plugins.vllm.worker.extension import learn_secret
 from tensorhub_plugins.vllm.worker.methods import may_change_weights
+
+if TYPE_CHECKING:
+    from tensorhub_plugins.vllm.engine.adapters import AdapterFollowers, OneAdapter
+
+    Here: TypeAlias = "CoreFollower | OtherRank | AdapterFollowers"
 
 logger = get_logger(__name__)
 
@@ -220,7 +227,8 @@ async def starts_in(client: Any, request: str, *, forget: bool = False) -> list[
 
 def _follow(core: Any, caches: Caches, vllm_config: Any) -> None:
     start, joining = parse(vllm_config.load_config.model_loader_extra_config, vllm_config)
-    if start.follow is None:
+    lora = () if joining is None else joining.lora
+    if start.follow is None and not lora:
         return
     assert joining is not None
     if not hasattr(core, "input_queue"):
@@ -230,9 +238,11 @@ def _follow(core: Any, caches: Caches, vllm_config: Any) -> None:
         )
     alone = not shares_experts(vllm_config)
     parallel, whole = vllm_config.parallel_config, Core(core, caches, alone=alone)
-    how = FollowConfig(when=start.follow, patience_s=start.follow_patience_s)
-    here: CoreFollower | OtherRank
-    if alone:
+    how = FollowConfig(when=start.follow or "now", patience_s=start.follow_patience_s)
+    here: Here
+    if lora:
+        here = _follow_adapters(core, whole, joining, how, wait_s=start.start_timeout_s)
+    elif alone:
         here = CoreFollower(whole, joining, how)
     elif parallel.data_parallel_rank == 0:
         here = CoreFollower(FirstRank(whole, store_of(core), parallel.data_parallel_size), joining, how)
@@ -242,9 +252,20 @@ def _follow(core: Any, caches: Caches, vllm_config: Any) -> None:
     _begin(core, here)
 
 
-def _begin(core: Any, here: CoreFollower | OtherRank) -> None:
+def _follow_adapters(
+    core: Any, whole: Core, joining: WorkerConfig, how: FollowConfig, *, secret: str | None = None, wait_s: float = 0.0
+) -> Here:
+    """Have the workers join the histories of the adapters. wait_s: wait for the first version of each, before the
+    engine answers anything; 0: requests run on the weights alone until it comes."""
+    from tensorhub_plugins.vllm.engine.adapters import AdapterFollowers
+
+    core.collective_rpc("tensorhub_connect_adapters", args=(msgspec.structs.asdict(joining), secret, wait_s))
+    return AdapterFollowers(whole, joining, how)
+
+
+def _begin(core: Any, here: Here) -> None:
     core.tensorhub_status = here.status
-    if isinstance(here, CoreFollower):
+    if not isinstance(here, OtherRank):
         core.tensorhub_updates = here.take_updates
     original = core.shutdown
 
@@ -298,7 +319,7 @@ class CoreFollower(Follower):
     sleep, nothing is switched; but one that stands still after an update that failed is mended, and stays paused.
     """
 
-    def __init__(self, core: Core | FirstRank, joining: WorkerConfig, how: FollowConfig) -> None:
+    def __init__(self, core: Core | FirstRank | OneAdapter, joining: WorkerConfig, how: FollowConfig) -> None:
         super().__init__(
             core,
             self._ask_hub,

@@ -39,6 +39,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any
@@ -50,7 +51,7 @@ from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memo
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank, shares_experts
-from tensorhub_plugins.vllm.worker import addresses, cpu, fingerprint, need, online, progress, weights
+from tensorhub_plugins.vllm.worker import adapters, addresses, cpu, fingerprint, need, online, progress, weights
 from tensorhub_plugins.vllm.worker.external_change import external_change
 from tensorhub_plugins.vllm.worker.methods import CHANGE_WEIGHTS, may_change_weights
 from tensorhub_plugins.vllm.worker.updater import Updater
@@ -83,12 +84,15 @@ class TensorHubWorkerExtension:
         import vllm
 
         learn_secret(secret)
+        parsed = WorkerConfig.parse(config)
         if is_further_rank(self.vllm_config):
             raise UsageError(
                 "vLLM tells only what the first of several data parallel engines answers, so that nobody hears of the "
                 "others: make an engine of each rank, or let them follow (--load-format tensorhub)"
             )
-        updater = join(WorkerConfig.parse(config), self.model_runner.get_model(), self.vllm_config)
+        if parsed.lora:
+            raise UsageError("adapters are joined by tensorhub_connect_adapters, and the weights of their engine stay")
+        updater = join(parsed, self.model_runner.get_model(), self.vllm_config)
         size_bytes = sum(tensor.nbytes for tensor in weights.tensors(self.model_runner.get_model()).values())
         return {
             "layout": updater.position.layout,
@@ -98,47 +102,68 @@ class TensorHubWorkerExtension:
             "vllm": vllm.__version__,
         }
 
-    def tensorhub_start_fetch(self, version: int, timeout_s: float = TIMEOUT_S, grows: bool = False) -> None:
+    def tensorhub_connect_adapters(
+        self, config: dict[str, Any], secret: str | None = None, wait_s: float = 0.0
+    ) -> list[int]:
+        """Join the histories of this engine's LoRA adapters (WorkerConfig.lora); return their versions. wait_s: wait
+        for the first one of each, and install it; 0: it is installed when it comes."""
+        learn_secret(secret)
+        model, parsed = self.model_runner.get_model(), WorkerConfig.parse(config)
+        leave_adapters(model)
+        joined = vars(model)["tensorhub_adapters"] = {}
+        gather, shard = engine_gather(self.vllm_config)
+        manager = self.model_runner.lora_manager
+        for name in parsed.lora:
+            joined[name] = adapters.AdapterUpdater(parsed, name, manager, self.vllm_config, gather, shard)
+            if wait_s:
+                joined[name].install_first(wait_s)
+        return [each.poll()["version"] for each in joined.values()]
+
+    # target: an adapter of this engine; "": its weights
+
+    def tensorhub_start_fetch(
+        self, version: int, timeout_s: float = TIMEOUT_S, grows: bool = False, target: str = ""
+    ) -> None:
         """Start fetching this version, in a thread. UsageError during another fetch, or if it is installed. grows: it
         may take longer than timeout_s while it advances."""
-        _updater(self).start_fetch(version, timeout_s, grows)
+        if not target and len(all_attached(self)) > 1:
+            raise UsageError("this engine takes adapters from the store: its weights stay what it was started with")
+        _updater(self, target).start_fetch(version, timeout_s, grows)
 
-    def tensorhub_poll(self) -> dict[str, Any]:
+    def tensorhub_poll(self, target: str = "") -> dict[str, Any]:
         """Return state ("idle", "fetching", "ready", "failed", "broken"), version, next_version, error, report, ..."""
-        return {**_updater(self).poll(), "worked": work.count()}
+        return {**_updater(self, target).poll(), "worked": work.count()}
 
-    def tensorhub_discard(self) -> None:
+    def tensorhub_discard(self, target: str = "") -> None:
         """Drop a version that is ready and will not be installed."""
-        _updater(self).discard()
+        _updater(self, target).discard()
 
-    def tensorhub_prepare_install(self, timeout_s: float = TIMEOUT_S) -> None:
+    def tensorhub_prepare_install(self, timeout_s: float = TIMEOUT_S, target: str = "") -> None:
         """Prepare an install before the pause, between two steps: it will neither wait nor find another model."""
-        _updater(self).prepare_install(timeout_s)
+        _updater(self, target).prepare_install(timeout_s)
 
-    def tensorhub_install(self, version: int, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    def tensorhub_install(self, version: int, timeout_s: float = TIMEOUT_S, target: str = "") -> dict[str, Any]:
         """Install while the engine is paused. Never raises; see "installed", "error", "broken", "seconds", "layout"."""
-        result = _updater(self).install(version, timeout_s)
+        result = _updater(self, target).install(version, timeout_s)
         if result["installed"]:
             progress.begin_again(self.model_runner)
         return result
 
     def tensorhub_guard(self) -> None:
         """Raise BrokenWeights if this worker's weights must not be used."""
-        updater = attached(self)
-        if updater is not None:
+        for updater in all_attached(self):
             updater.guard()
 
     def tensorhub_guard_all(self, stale: str = "") -> None:
         """Raise BrokenWeights if any worker of the engine must not be used, or the caches of its core (stale). All are
         asked at once, while nothing runs."""
-        updater = attached(self)
-        if updater is not None:
+        for updater in all_attached(self):
             updater.guard(together=True, stale=stale)
 
     def tensorhub_health(self) -> str | None:
         """Return why this worker's weights must not be used, or None."""
-        updater = attached(self)
-        return None if updater is None or updater.is_asleep else updater.poll()["broken"]
+        said = [updater.poll()["broken"] for updater in all_attached(self) if not updater.is_asleep]
+        return next(filter(None, said), None)
 
     def tensorhub_version(self) -> int | None:
         """Return the version of its weights; 0: none of the store's; None: it has not joined."""
@@ -171,7 +196,7 @@ def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any) -> Upda
     import vllm
 
     names.check_version(vllm.__version__)
-    _check_supported(model, vllm_config)
+    _check_supported(model, vllm_config, lora=bool(config.lora))
     gather, shard = engine_gather(vllm_config)
     # Every worker takes part before anything can fail on one of them alone.
     config = msgspec.structs.replace(config, replica=first_name(gather, config.replica))
@@ -187,14 +212,29 @@ def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any) -> Upda
 def leave(model: torch.nn.Module | None, *, hands_over: bool = False) -> None:
     """Leave the store, if this model has joined it."""
     updater = None if model is None else vars(model).pop("tensorhub_updater", None)
+    leave_adapters(model, hands_over=hands_over)
     if updater is not None:
         updater.close(hands_over=hands_over)
+
+
+def leave_adapters(model: torch.nn.Module | None, *, hands_over: bool = False) -> None:
+    """Leave the histories of this model's adapters, all at once: handing over takes seconds."""
+    joined = {} if model is None else vars(model).pop("tensorhub_adapters", {})
+    with ThreadPoolExecutor(max(1, len(joined))) as threads:
+        list(threads.map(partial(Updater.close, hands_over=hands_over), joined.values()))
 
 
 def attached(worker: Any) -> Updater | None:
     """Return the updater of this worker's model, or None."""
     model = _model(worker)
     return None if model is None else vars(model).get("tensorhub_updater")
+
+
+def all_attached(worker: Any) -> list[Updater]:
+    """Return the updaters of this worker: of its weights, and of its adapters."""
+    model = _model(worker)
+    held = {} if model is None else vars(model)
+    return [*filter(None, [held.get("tensorhub_updater")]), *held.get("tensorhub_adapters", {}).values()]
 
 
 def extend(vllm_config: Any) -> None:
@@ -269,7 +309,7 @@ def _execute_model(original: Any, worker: Any, scheduled: Any, *args: Any, **kwa
     # A step without tokens computes nothing: vLLM makes one to clear requests whose clients have disconnected.
     if scheduled.total_num_scheduled_tokens:
         worker.tensorhub_guard()
-    if attached(worker) is not None:
+    if all_attached(worker):
         progress.begin_again(worker.model_runner, scheduled.scheduled_cached_reqs.resumed_req_ids)
     return original(scheduled, *args, **kwargs)
 
@@ -294,6 +334,9 @@ def _wake_up(original: Any, worker: Any, tags: list[str] | None = None) -> Any:
     updater = attached(worker)
     if updater is not None and (tags is None or "weights" in tags):
         updater.wake_up()
+    for each in all_attached(worker):
+        if isinstance(each, adapters.AdapterUpdater):
+            each.evict()  # a sleep may have lost what vLLM had of it
     return result
 
 
@@ -354,8 +397,8 @@ def _loses_weights(level: int = 1, *args: Any, **kwargs: Any) -> bool:
 # --- small things ---
 
 
-def _updater(worker: Any) -> Updater:
-    updater = attached(worker)
+def _updater(worker: Any, target: str = "") -> Updater:
+    updater = attached(worker) if not target else vars(_model(worker)).get("tensorhub_adapters", {}).get(target)
     if updater is None:
         raise UsageError("not connected: call tensorhub_connect(config) first")
     return updater
@@ -366,8 +409,8 @@ def _model(worker: Any) -> torch.nn.Module | None:
     return None if getattr(runner, "model", None) is None else runner.get_model()
 
 
-def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
-    """Raise UsageError for settings that would fail silently."""
+def _check_supported(model: torch.nn.Module, vllm_config: Any, *, lora: bool = False) -> None:
+    """Raise UsageError for settings that would fail silently. lora: these weights stay; adapters come."""
     parallel = vllm_config.parallel_config
     if getattr(vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
         # vLLM then ties them or not by the values of the first weights, which may be wrong for later ones.
@@ -375,8 +418,11 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
             "config.json says that the word embeddings are tied, and the checkpoint holds an lm_head of its own: set "
             "tie_word_embeddings to false, or leave lm_head out of the checkpoint"
         )
-    if vllm_config.lora_config is not None:
-        raise UsageError("tensorhub replaces full weights: switch LoRA off, or merge the adapters in the trainer")
+    if vllm_config.lora_config is not None and not lora:
+        raise UsageError(
+            "this engine was started for LoRA, so its weights are not replaced: name the adapters that the trainer "
+            'publishes in option "lora", or switch LoRA off'
+        )
     if getattr(parallel, "enable_eplb", False):
         raise UsageError("expert load balancing moves experts between workers at run time: switch enable_eplb off")
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:

@@ -58,12 +58,6 @@ class Updater:
         self.config, self.position = config, position
         self._model, self._vllm_config, self.gather = model, vllm_config, gather
         self._name = f"{config.replica}/{position.shard}"
-        eager = getattr(getattr(vllm_config, "model_config", None), "enforce_eager", False)
-        self.addresses = Addresses(model, eager=eager)
-        self._contract = Contract(model, vllm_config)
-        self._steps = Steps(gather, together=online.shares_scales(vllm_config))
-        self._conversion = Conversion(model, vllm_config, self._steps)
-        self._quantizer = Quantizer(model, vllm_config)
         self._lock = threading.Lock()  # guards the state; held briefly
         self._state = UpdateState(serves_live=config.source == "live")
         self._fetching: Future[None] | None = None  # the last fetch
@@ -74,10 +68,19 @@ class Updater:
         self._plans_ahead = position.shard_count > 1  # else a worker needs everything
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
         try:
-            need.say(self._client, config.copies, model, vllm_config)
+            self._know(model, vllm_config)
         except UsageError:
             self._client.close()
             raise
+
+    def _know(self, model: torch.nn.Module, vllm_config: Any) -> None:
+        eager = getattr(getattr(vllm_config, "model_config", None), "enforce_eager", False)
+        self.addresses = Addresses(model, eager=eager)
+        self._contract = Contract(model, vllm_config)
+        self._steps = Steps(self.gather, together=online.shares_scales(vllm_config))
+        self._conversion = Conversion(model, vllm_config, self._steps)
+        self._quantizer = Quantizer(model, vllm_config)
+        need.say(self._client, self.config.copies, model, vllm_config)
 
     # --- the state, and what it asks for ---
 
@@ -357,10 +360,8 @@ class Updater:
 
     def _get_first(self, version: int, deadline: Deadline) -> Staged:
         """Do the same for the first checkpoint: fetch its tables alone, then what a rehearsal over shapes names."""
-        began, timeout_s = time.monotonic(), deadline.remaining()
-        found = self._client.fetch(
-            version, self._layouts, timeout_s=timeout_s, serve=self._relays, wanted=(), borrow=True
-        )
+        began, timeout_s, serve = time.monotonic(), deadline.remaining(), self._relays
+        found = self._client.fetch(version, self._layouts, timeout_s=timeout_s, serve=serve, wanted=(), borrow=True)
         if found.wanted is None:
             return self._came(found, began)
         found.release()
@@ -398,9 +399,8 @@ class Updater:
 
     def _get(self, version: int, layouts: tuple[str, ...], deadline: Deadline, **how: Any) -> Staged:
         """Fetch a version. how: serve, into, repair and wanted, see Client.fetch."""
-        began, timeout_s = time.monotonic(), deadline.remaining()
-        fetched = self._client.fetch(version, layouts, timeout_s=timeout_s, borrow=True, grows=self._grows, **how)
-        return self._came(fetched, began)
+        began, how["timeout_s"] = time.monotonic(), deadline.remaining()
+        return self._came(self._client.fetch(version, layouts, borrow=True, grows=self._grows, **how), began)
 
     def _came(self, fetched: Fetched, began: float) -> Staged:
         self._handle(update_state.BytesRead(fetched.report))

@@ -37,6 +37,8 @@ PLAIN_ATTRIBUTES = (
     "_cpu_unpacked_conv_weight",
 )
 
+WRAPPED = ".base_layer"  # in the names of layers that vLLM has wrapped for LoRA adapters, once the model was loaded
+
 REFRESHED_SCALARS = ("_q_scale_float", "_k_scale_float", "_v_scale_float")
 
 
@@ -80,12 +82,12 @@ def all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     ):
         for name, tensor in named:
             if tensor.numel() and not tensor.is_meta:
-                yield name, tensor.detach()
+                yield name.replace(WRAPPED, ""), tensor.detach()
     for module_name, module in model.named_modules():
         for attribute in PLAIN_ATTRIBUTES:
             tensor = module.__dict__.get(attribute)
             if isinstance(tensor, torch.Tensor) and tensor.numel():
-                yield f"{module_name}.{attribute}", tensor.detach()
+                yield f"{module_name}.{attribute}".replace(WRAPPED, ""), tensor.detach()
 
 
 def by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:

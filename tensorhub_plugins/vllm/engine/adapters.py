@@ -1,0 +1,102 @@
+"""An engine that follows LoRA adapters: one follower (core_follower.py) for each, over one engine core.
+
+Each follows the history of its adapter at its own pace. From pause to resume it has the engine to itself; the others
+wait. The weights stay what the engine was started with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig
+from tensorhub_plugins.vllm.engine.core import Core, Following, lag_of
+from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
+from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S
+from tensorhub_plugins.vllm.engine.spans import Spans
+
+
+class OneAdapter:
+    """The engine as the follower of one adapter sees it: `Core`, with that adapter in the place of the weights."""
+
+    def __init__(self, core: Core, name: str, turn: threading.Lock) -> None:
+        """Take part in turns. turn: the same for all adapters of the engine; held from pause to resume."""
+        self._core, self._name, self._turn = core, name, turn
+        self._has_turn = False
+        core.spans.setdefault(name, Spans())
+
+    @property
+    def version(self) -> int:
+        return self._core.version_of(self._name)
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        return await self._core.rpc(method, *args, target=self._name)
+
+    async def is_available(self) -> bool:
+        return await self._core.is_available()
+
+    async def is_idle(self) -> bool:
+        return await self._core.is_idle()
+
+    async def held_by(self) -> str:
+        return await self._core.held_by()
+
+    async def pause(self) -> None:
+        while not self._turn.acquire(blocking=False):  # its holder runs in another thread
+            await asyncio.sleep(POLL_INTERVAL_S)
+        try:
+            await self._core.pause()
+        except BaseException:
+            self._turn.release()
+            raise
+        self._has_turn = True
+
+    async def forget(self) -> None:
+        await self._core.forget()
+
+    async def resume(self) -> None:
+        await self._core.resume()
+        if self._has_turn:
+            self._has_turn = False
+            self._turn.release()
+
+    def running(self) -> Collection[str]:
+        return self._core.running()
+
+    def departed(self) -> Sequence[str]:
+        return self._core.departed()
+
+    def settle(self, version: int) -> None:
+        self._core.settle(version, self._name)
+
+
+class AdapterFollowers:
+    """The followers of all adapters of an engine, as core_follower.py has one."""
+
+    def __init__(self, core: Core, joining: WorkerConfig, how: FollowConfig) -> None:
+        turn = threading.Lock()
+        self.each = {
+            name: CoreFollower(OneAdapter(core, name, turn), msgspec.structs.replace(joining, model=name), how)
+            for name in joining.lora
+        }
+
+    def start(self) -> None:
+        for follower in self.each.values():
+            follower.start()
+
+    def close(self) -> None:
+        for follower in self.each.values():
+            follower.close()
+
+    def status(self) -> Following:
+        """Return what the one that is furthest behind says, and what all say by adapter."""
+        said = {name: follower.status() for name, follower in self.each.items()}
+        worst = max(said.values(), key=lambda each: (each["broken"], not each["version"], lag_of(each)))
+        return {**worst, "adapters": said}
+
+    def take_updates(self) -> list[tuple[float, float]]:
+        return [update for follower in self.each.values() for update in follower.take_updates()]

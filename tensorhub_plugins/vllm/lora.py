@@ -1,0 +1,124 @@
+"""LoRA adapters as versions: what a trainer publishes, and what an engine reads of it. Needs no vLLM.
+
+An adapter is a history of its own, under a model name of its own: its tensors as PEFT names them, and its configuration
+as one more tensor of bytes. Only the trainer publishes it; core knows nothing of it.
+
+    publisher.publish(step, adapter_tensors(peft_model).items())         trainer: Publisher(model="actor.lora", ...)
+    {"lora": "actor.lora"}                                               engine: see config.WorkerConfig
+
+The configuration also says how many tensors the adapter has and what its base model is: one that came in part, or that
+belongs to another base, is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tensorhub_plugins.core import UsageError, VersionRefused, flat_bytes, on_host
+from tensorhub_plugins.vllm.config import parse
+from tensorhub_plugins.vllm.model_facts import facts_of
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG = "adapter_config.json"  # also the name of its tensor, uint8 of shape (length of the JSON text,)
+COUNT, BASE = "tensorhub_tensors", "tensorhub_base"  # what is added to the configuration
+PATH = "/tensorhub/"  # of an adapter in vLLM's requests; nothing is on any disk there
+FIRST_ID = 1_000_000  # of the store's adapters in vLLM, which counts those that users load from 1
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initial values that PEFT also subtracts from the base weights
+
+
+def adapter_tensors(
+    adapter: Any, config: Mapping[str, Any] | None = None, *, name: str = "default"
+) -> dict[str, torch.Tensor]:
+    """Return what a trainer publishes of an adapter: its tensors, and its configuration as one more, uint8 on the CPU.
+
+    adapter: a PEFT model, of which the adapter `name` is taken; or its state dict as `get_peft_model_state_dict`
+    returns it, with `config`: the fields of its LoraConfig. The tensors are the given ones, not copies. Raise
+    UsageError for what is no LoRA adapter, or one that no engine could apply to the base model as it was.
+    """
+    base: dict[str, Any] = {}
+    if not isinstance(adapter, Mapping):
+        if not hasattr(adapter, "peft_config"):
+            raise UsageError(f"adapter is a {type(adapter).__name__}: pass a PEFT model, or its state dict")
+        if name not in adapter.peft_config:
+            raise UsageError(f"the PEFT model has no adapter {name!r}: it has {', '.join(adapter.peft_config)}")
+        from peft import get_peft_model_state_dict
+
+        base = facts_of(adapter.get_base_model().config) if hasattr(adapter, "get_base_model") else {}
+        config = adapter.peft_config[name].to_dict() if config is None else config
+        adapter = get_peft_model_state_dict(adapter, adapter_name=name, save_embedding_layers=False)
+    if config is None:
+        raise UsageError("a state dict does not say its rank and scaling: pass config, the fields of its LoraConfig")
+    if CONFIG in adapter or not adapter:
+        raise UsageError(f"the adapter has no tensors, or one called {CONFIG}: pass what PEFT saves of it")
+    _check_kind(config)
+    said = {**config, COUNT: len(adapter), **({BASE: base} if base else {})}
+    return {**adapter, CONFIG: _bytes_of(json.dumps(said, sort_keys=True, default=_plain))}
+
+
+def adapter_of(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of an adapter that was published, and its configuration. Raise VersionRefused for one that is
+    not whole, and for what is no adapter."""
+    adapter = dict(tensors)
+    text = adapter.pop(CONFIG, None)
+    if text is None:
+        raise VersionRefused(f"no tensor is called {CONFIG}: this is no adapter; publish `adapter_tensors(...)` of one")
+    try:
+        config = json.loads(bytes(on_host(flat_bytes(text)).numpy()))
+        if not isinstance(config, dict):
+            raise ValueError(f"it is a {type(config).__name__}")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise VersionRefused(f"{CONFIG} of the adapter is no JSON object: {error}") from error
+    if config.get(COUNT, len(adapter)) != len(adapter):
+        raise VersionRefused(f"the adapter came in part: {len(adapter)} of its {config[COUNT]} tensors were published")
+    try:
+        _check_kind(config)
+    except UsageError as error:
+        raise VersionRefused(error.message) from error
+    return adapter, config
+
+
+def lora_request(name: str, names: tuple[str, ...] = ()) -> Any:
+    """Return vLLM's LoRARequest for this adapter of the store, for `LLM.generate` and AsyncLLM. names: all adapters of
+    the engine, in the order of its option "lora"."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, FIRST_ID + (names or (name,)).index(name), f"{PATH}{name}")
+
+
+def requests_of(vllm_config: Any) -> dict[str, Any]:
+    """Return the requests of all adapters that an engine with this configuration takes from the store, by name."""
+    _, joining = parse(vllm_config.load_config.model_loader_extra_config, vllm_config)
+    names = () if joining is None else joining.lora
+    return {name: lora_request(name, names) for name in names}
+
+
+def _check_kind(config: Mapping[str, Any]) -> None:
+    """Raise UsageError for an adapter that engines cannot apply, and would not say so."""
+    kind = _text(config.get("peft_type") or "LORA")
+    if kind.upper() != "LORA":
+        raise UsageError(f"the adapter is of PEFT's type {kind}: engines apply LORA only")
+    begins = _text(config.get("init_lora_weights", "")).lower()
+    if begins.startswith(CHANGES_BASE):
+        raise UsageError(
+            f"init_lora_weights={begins!r} changes the base weights, which engines keep as they are: use another "
+            "initialization, or publish merged weights"
+        )
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _plain(value: Any) -> Any:
+    """Convert what PEFT's configurations hold besides JSON's types: sets, and enums and dtypes as text."""
+    return sorted(value, key=str) if isinstance(value, (set, frozenset)) else _text(value)
+
+
+def _bytes_of(text: str) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

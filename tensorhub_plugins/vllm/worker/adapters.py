@@ -1,0 +1,320 @@
+"""A LoRA adapter as a worker's second target: fetched, voted on and served as weights are (updater.py), and built and
+swapped by vLLM's own LoRA manager, from memory.
+
+    fetched      vLLM builds its LoRAModel of it, by its own checks; then `misfits` compares names, shapes and rank with
+                 the model's, which vLLM does not. What does not fit is refused here, while the old one answers.
+    installed    vLLM's `add_adapter` replaces the old one under the same id. If that fails in any worker, all put the
+                 old one back, and answer from it.
+    later        vLLM may evict an adapter, as others are used; it then asks for it again by the path of its request,
+                 and gets the installed version.
+
+The base weights are none of this: they stay what the engine started with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import msgspec
+import torch
+
+from tensorhub_plugins.core import (
+    CHECKPOINT,
+    Deadline,
+    NotPublished,
+    ShardKey,
+    TensorHubError,
+    UsageError,
+    VersionRefused,
+    run_log,
+)
+from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.vllm.lora import BASE, PATH, adapter_of, lora_request
+from tensorhub_plugins.vllm.model_facts import differences, facts_of
+from tensorhub_plugins.vllm.worker import update_state
+from tensorhub_plugins.vllm.worker.contract import some
+from tensorhub_plugins.vllm.worker.update_state import Staged
+from tensorhub_plugins.vllm.worker.updater import Updater
+from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, Steps, anyone
+
+logger = get_logger(__name__)
+
+# The tensors and the configuration of which vLLM builds now, in this thread.
+_building: ContextVar[tuple[dict[str, torch.Tensor], dict[str, Any]] | None] = ContextVar("building", default=None)
+PATTERNS = ("rank_pattern", "alpha_pattern")  # of modules with a rank or scaling of their own; vLLM since 0.31
+
+
+class AdapterUpdater(Updater):
+    """One adapter of one worker. Every worker reads all of it: vLLM cuts out what it needs."""
+
+    def __init__(
+        self, config: WorkerConfig, name: str, manager: Any, vllm_config: Any, gather: Gather, shard: int
+    ) -> None:
+        """Join the adapter's history. manager: vLLM's worker_manager of the model runner."""
+        replica = f"{config.replica}-{shard}" if shard else config.replica
+        changes = {"model": name, "replica": replica, "install": "staged", "serve_from": "host"}
+        self.name, self.request = name, lora_request(name, config.lora)
+        self._manager, self._facts = manager, facts_of(vllm_config.model_config.hf_config)
+        self._built: tuple[int, Any] = (0, None)  # the version that arrived last, and vLLM's LoRAModel of it
+        self._live: tuple[int, Any] = (0, None)  # the same, of the installed one
+        self._before = self._live  # of the one before, which comes back if an install fails
+        self._read_from_memory()
+        position = ShardPosition(0, 1, CHECKPOINT)
+        super().__init__(
+            msgspec.structs.replace(config, **changes), manager._adapter_manager.model, vllm_config, position, gather
+        )
+
+    def _know(self, model: torch.nn.Module, vllm_config: Any) -> None:
+        """Prepare for an adapter instead of weights."""
+        self.addresses = _Anywhere()  # type: ignore[assignment]
+        self._steps = Steps(self.gather, together=False)
+
+    def install_first(self, wait_s: float) -> None:
+        """Wait for the first version and install it, in all workers at once, before the engine answers anything. Raise
+        TensorHubError when none that fits has come by then."""
+        deadline, refused = Deadline.after(wait_s), dict[int, str]()
+        while True:
+            try:
+                version = self.resolve(deadline.remaining(), refused)
+            except NotPublished as error:
+                why = "".join(f"; version {each} was refused: {reason}" for each, reason in refused.items())
+                text = f"adapter {self.name}: {error.message}{why}"
+                raise NotPublished(text, timeout_s=wait_s) from error
+            result = self.update(version, deadline.remaining())
+            if not anyone(self.gather, not result["installed"]):
+                return
+            logger.warning("%s: adapter %s: version %d: %s", self._name, self.name, version, result["error"])
+            if anyone(self.gather, self.poll()["error_kind"] == VersionRefused.__name__):
+                refused[version] = str(result["error"])
+            elif anyone(self.gather, deadline.expired):
+                raise TensorHubError(f"adapter {self.name}: {result['error']}", version=version, timeout_s=wait_s)
+
+    # --- what vLLM reads ---
+
+    def _read_from_memory(self) -> None:
+        """Have this worker's LoRA manager take the store's adapters from here, and read them from memory."""
+        manager, others = self._manager, self._manager._load_adapter
+        known: dict[int, AdapterUpdater] = vars(manager).setdefault("tensorhub_adapters", {})
+        is_first, known[self.request.lora_int_id] = not known, self
+        if not is_first:
+            return
+
+        def load_adapter(request: Any) -> Any:
+            ours = known.get(request.lora_int_id)
+            if ours is None and not request.lora_path.startswith(PATH):
+                return others(request)
+            if ours is None or ours.request.lora_path != request.lora_path:
+                raise ValueError(
+                    f"adapter {request.lora_name!r} (id {request.lora_int_id}, path {request.lora_path}) is not one of "
+                    f"the store's here, which are {some(sorted(each.name for each in known.values()))}: make its "
+                    "request by tensorhub_plugins.vllm.lora_request"
+                )
+            return ours.built_again()
+
+        manager._load_adapter = load_adapter
+        _read_from_memory(manager)
+
+    def built_again(self) -> Any:
+        """Return the installed version, or the one being installed, for vLLM's cache."""
+        version, built = self._live
+        if built is None:
+            raise ValueError(f"adapter {self.name!r} has not come yet: wait until a version of it is installed")
+        return built.clone(self.request.lora_int_id)
+
+    def _build(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have vLLM make its LoRAModel; VersionRefused says what does not fit, and keeps nothing."""
+        from vllm.lora.worker_manager import WorkerLoRAManager
+
+        adapter, config = adapter_of(tensors)
+        wrong = differences(self._facts, config.get(BASE) or {})
+        if wrong:
+            raise VersionRefused(f"the adapter is of another base model: {'; '.join(wrong)}")
+        _check_patterns(config)
+        # Copies: vLLM keeps what it is given, and scales it in place.
+        said = _building.set(({name: tensor.clone() for name, tensor in adapter.items()}, config))
+        try:
+            # vLLM's own, of the class: a framework may have put another one (verl's) into the class that is in use.
+            built = WorkerLoRAManager._load_adapter(self._manager, self.request)
+        except Exception as error:
+            raise VersionRefused(f"vLLM does not take this adapter: {error}") from error
+        finally:
+            _building.reset(said)
+        wrong = list(misfits(built, self._manager._adapter_manager, config))
+        if wrong:
+            raise VersionRefused(f"the adapter does not fit this model: {some(wrong)}")
+        self._built = version, built
+
+    # --- fetching, in the background thread ---
+
+    def _acquire(self, version: int, deadline: Deadline, in_place: bool) -> Staged:
+        staged = self._get(version, (CHECKPOINT,), deadline, serve=True)
+        assert staged.fetched is not None
+        try:
+            self._build(version, staged.fetched.tensors())
+        except BaseException as error:
+            self._drop(staged)
+            if isinstance(error, VersionRefused):
+                raise VersionRefused(error.message, version=version) from error
+            raise
+        return staged
+
+    # --- installing, in vLLM's own thread ---
+
+    def _rehearse(self, staged: Staged) -> None:
+        if self._built[0] != staged.version:
+            raise UsageError(f"adapter {self.name!r}: version {staged.version} is not built", version=staged.version)
+
+    def _change(self, version: int, deadline: Deadline) -> None:
+        self._before, self._live = self._live, self._built
+        self._swap()
+
+    def _swap(self) -> None:
+        """Have vLLM's manager replace whatever it has under this id by what is live."""
+        self._manager.add_adapter(_with(self.request, load_inplace=True))
+
+    def install(self, version: int, timeout_s: float) -> dict[str, Any]:
+        """Do as Updater; one that failed half way is undone in all workers, and the old one goes on."""
+        result = super().install(version, timeout_s)
+        if not result["broken"]:
+            return result
+        if self._steps.vote(version, self._undo()):
+            before = self._live[0]
+            self._handle(update_state.ServeCurrentAs(before) if before else update_state.Unversioned(mended=True))
+            logger.warning("%s: adapter %s is version %d again", self._name, self.name, before)
+        return {**result, "broken": self._state.broken, "version": self._state.version}
+
+    def _undo(self) -> bool:
+        """Return whether the old adapter is back; the first one had none, and requests for it fail as before."""
+        self._live = self._before
+        try:
+            if self._live[1] is None:
+                self._manager.remove_adapter(self.request.lora_int_id)
+            else:
+                self._swap()
+        except Exception:
+            logger.exception("%s: adapter %s cannot be put back", self._name, self.name)
+            return False
+        return True
+
+    def evict(self) -> None:
+        """Have vLLM ask for it again at its next request: its memory was lost, as by a sleep."""
+        self._manager.remove_adapter(self.request.lora_int_id)
+
+    # --- serving, in the background thread ---
+
+    def _serve(self, staged: Staged) -> None:
+        """Go on to serve what was fetched, and stop serving the version before."""
+        try:
+            if ShardKey(staged.version, CHECKPOINT, 0, 1) in self._client.serving():
+                run_log.record("serve", worker=self._name, version=staged.version, layout=CHECKPOINT, bytes=0)
+            self._handle(update_state.Served(staged.version))
+            if staged.fetched is not None:
+                staged.fetched.release()
+        except TensorHubError as error:
+            logger.warning("%s: version %d of adapter %s: %s", self._name, staged.version, self.name, error)
+
+
+class _Anywhere:
+    """An adapter's tensors are vLLM's to move."""
+
+    def check(self, *, search: bool = True) -> None:
+        """Check nothing."""
+
+
+def misfits(built: Any, manager: Any, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what of vLLM's LoRAModel does not fit the model's modules, in words; vLLM ignores a module that is not
+    there, and takes a matrix that is too small."""
+    places = {part: (module, place) for module in manager.modules for place, part in enumerate(_parts(manager, module))}
+    for name, matrices in built.loras.items():
+        if matrices.lora_a is None or matrices.lora_b is None:
+            yield f"{name} has only one of its two matrices"
+            continue
+        if ".experts" in name:  # fused in ways of their own; vLLM compares these as it packs them
+            continue
+        if name not in places:
+            yield f"{name} is no module of this model that takes adapters"
+            continue
+        rank, module, place = matrices.lora_a.shape[0], *places[name]
+        if rank != matrices.lora_b.shape[1]:
+            yield f"{name} has matrices of ranks {rank} and {matrices.lora_b.shape[1]}"
+        elif rank > manager.lora_config.max_lora_rank:
+            yield f"{name} has rank {rank}, above max_lora_rank={manager.lora_config.max_lora_rank}"
+        elif rank != config["r"] and not any(config.get(pattern) for pattern in PATTERNS):
+            yield f"{name} has rank {rank}, and the configuration says r={config['r']}"
+        given, wanted = (matrices.lora_a.shape[1], matrices.lora_b.shape[0]), _sizes(manager.modules[module], place)
+        if wanted is not None and given != wanted:
+            yield f"{name} is from {given[0]} to {given[1]}, and the model's from {wanted[0]} to {wanted[1]}"
+
+
+def _parts(manager: Any, module: str) -> list[str]:
+    return list(manager.packed_modules.get(module, [module]))
+
+
+def _sizes(wrapped: Any, place: int) -> tuple[int, int] | None:
+    """Return the features that this part of a linear layer takes and gives, of all ranks; None: it is another layer."""
+    layer = wrapped.base_layer
+    if not hasattr(layer, "input_size") or not hasattr(layer, "output_size"):
+        return None
+    if getattr(wrapped, "n_slices", 1) == 1:
+        return layer.input_size, layer.output_size
+    if hasattr(layer, "total_num_kv_heads"):
+        heads = layer.total_num_kv_heads if place else layer.total_num_heads
+        size = getattr(layer, "v_head_size", layer.head_size) if place == 2 else layer.head_size
+        return layer.input_size, heads * size
+    sizes = getattr(layer, "output_sizes", ())
+    return (layer.input_size, sizes[place]) if place < len(sizes) else None
+
+
+def _check_patterns(config: Mapping[str, Any]) -> None:
+    from vllm.lora.peft_helper import PEFTHelper
+
+    if hasattr(PEFTHelper, "get_rank_and_scaling"):
+        return
+    for pattern in PATTERNS:
+        if config.get(pattern):
+            raise VersionRefused(f"the adapter has a {pattern}, which this vLLM does not apply: use one rank and alpha")
+
+
+def _with(request: Any, **changes: Any) -> Any:
+    return msgspec.structs.replace(request, **changes)
+
+
+def _read_from_memory(manager: Any) -> None:
+    """Have what vLLM builds while `_building` is set be built of that, and not of files."""
+    from vllm.lora import lora_model, worker_manager
+
+    base = manager._lora_model_cls
+    takes = set(inspect.signature(base.from_lora_tensors).parameters)
+
+    class FromMemory(base):  # type: ignore[misc, valid-type]
+        @classmethod
+        def from_local_checkpoint(cls, *args: Any, **given: Any) -> Any:
+            building = _building.get()
+            if building is None:
+                return super().from_local_checkpoint(*args, **given)
+            tensors, experts = building[0], given.get("moe_ep_spec")
+            if experts is not None:
+                is_elsewhere = lora_model._is_remote_expert_key
+                tensors = {name: each for name, each in tensors.items() if not is_elsewhere(name, experts)}
+            return cls.from_lora_tensors(tensors=tensors, **{name: given[name] for name in takes & set(given)})
+
+    manager._lora_model_cls = FromMemory
+    helper = worker_manager.PEFTHelper
+    original = helper.from_local_dir
+    if hasattr(original, "tensorhub"):
+        return
+
+    @wraps(original)
+    def from_local_dir(path: str, max_position_embeddings: int | None, *args: Any, **given: Any) -> Any:
+        building = _building.get()
+        if building is None:
+            return original(path, max_position_embeddings, *args, **given)
+        return helper.from_dict({**building[1], "vllm_max_position_embeddings": max_position_embeddings})
+
+    from_local_dir.tensorhub = True  # type: ignore[attr-defined]
+    helper.from_local_dir = from_local_dir
