@@ -44,13 +44,15 @@ def test_nothing_is_to_be_configured(events: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(UsageError, match="asks for the run's secret"):
             Client(address, run="r", model="actor", replica="stranger")
         command = hub.command_of(actor, address).split()
-        assert main(command[1:]) == 0  # as a person on the head node
+        assert main(command[1:]) == 1  # as a person on the head node, who is told of that stranger
+        out = capsys.readouterr().out
+        assert "another secret than the run's, or none" in out
         known = secret.learn()
         assert known is not None and os.environ.pop("TENSORHUB_SECRET") == known
         session = Path(ray.get_runtime_context().get_temp_dir()) / ray.get_runtime_context().get_session_name()
         shown = [path.read_bytes() for path in (session / "logs").rglob("*") if path.is_file()]
         shown += [path.read_bytes() for path in events.rglob("*") if path.is_file()]
-        shown += [capsys.readouterr().out.encode(), *_command_lines()]
+        shown += [out.encode(), *_command_lines()]
         assert any(address.encode() in text for text in shown)  # the control: this would be found
         assert not any(known.encode() in text for text in shown)
         assert Path(command[-1]).stat().st_mode & 0o777 == 0o600
