@@ -27,7 +27,7 @@ from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, NotPublished, TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.server import Server
-from tensorhub_plugins.core.operations.machine import BENCH_PORT, asked_on, server_at
+from tensorhub_plugins.core.operations.machine import BENCH_PORT, answer_peers, server_at
 from tensorhub_plugins.core.operations.status import fetch_status
 from tensorhub_plugins.core.protocol import advertised
 from tensorhub_plugins.core.protocol.address import (
@@ -126,15 +126,14 @@ def _named(blocks: torch.Tensor | Sequence[torch.Tensor]) -> dict[str, torch.Ten
 def _send_all(server: socket.socket, blocks: torch.Tensor, token: str) -> None:
     """Send as many blocks as each asks for that knows the token, one after the other, until the socket is shut down."""
     memory: Any = memoryview(blocks.view(-1).numpy().data).cast("B")
+
+    def answer(link: socket.socket, _peer: str, asked: Any) -> None:
+        if secrets.compare_digest(str(asked["token"]).encode(), token.encode()):
+            link.settimeout(STALL_S)
+            link.sendall(memory[: max(0, int(asked["blocks"])) * BLOCK_BYTES])
+
     with suppress(OSError):
-        while True:
-            link, _ = server.accept()
-            with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, OverflowError), link:
-                link.settimeout(SAY_S)
-                asked = asked_on(link)
-                if secrets.compare_digest(str(asked["token"]).encode(), token.encode()):
-                    link.settimeout(STALL_S)
-                    link.sendall(memory[: max(0, int(asked["blocks"])) * BLOCK_BYTES])
+        answer_peers(server, answer, timeout_s=SAY_S)
 
 
 # --- the host that reads ---

@@ -275,12 +275,14 @@ def _answer_all(server: socket.socket, token: str) -> None:
                 link.sendall(token.encode() + b"\n")
 
 
-def asked_on(link: socket.socket) -> Any:
-    """Return what a peer asks, a line of JSON. ValueError: that is none, whatever it is."""
-    try:
-        return json.loads(line_of(link))
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+def answer_peers(server: socket.socket, answer: Callable[[socket.socket, str, Any], None], *, timeout_s: float) -> None:
+    """Call `answer` with the connection, host and question (a line of JSON) of one peer after the other, until the
+    socket is shut down. A peer that asks something else, whatever it is, gets no answer."""
+    while True:
+        link, peer = server.accept()
+        with suppress(OSError, ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError), link:
+            link.settimeout(timeout_s)
+            answer(link, str(peer[0]), json.loads(line_of(link)))
 
 
 def line_of(link: socket.socket) -> bytes:
@@ -296,17 +298,16 @@ def line_of(link: socket.socket) -> bytes:
 def listen(port: int, say: Callable[[str], None]) -> None:
     """Answer hosts that ask whether they are reached from here, one after the other, until interrupted. It connects
     only to a port that sends the token that it was told, and says whether one did: no more."""
+
+    def answer(link: socket.socket, peer: str, asked: Any) -> None:
+        hosts = [str(each) for each in asked["hosts"][:HOSTS_MAX]]
+        answers = {host: _tried(host, int(asked["port"]), str(asked["token"])) for host in hosts}
+        link.sendall(json.dumps(answers).encode() + b"\n")
+        say(f"{peer} asked: " + ", ".join(f"{printable(host)} {said}" for host, said in answers.items()))
+
     with server_at(Advertised("", range(port, port + 1))) as server:
         say(f"waiting for `tensorhub doctor machine --with THIS-HOST:{server.getsockname()[1]}`")
-        while True:
-            link, peer = server.accept()
-            with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, OverflowError), link:
-                link.settimeout(CONNECT_S)
-                asked = asked_on(link)
-                hosts = [str(each) for each in asked["hosts"][:HOSTS_MAX]]
-                answers = {host: _tried(host, int(asked["port"]), str(asked["token"])) for host in hosts}
-                link.sendall(json.dumps(answers).encode() + b"\n")
-                say(f"{peer[0]} asked: " + ", ".join(f"{printable(host)} {said}" for host, said in answers.items()))
+        answer_peers(server, answer, timeout_s=CONNECT_S)
 
 
 def _tried(host: str, port: int, token: str) -> str:

@@ -232,9 +232,13 @@ def attached(worker: Any) -> Updater | None:
 
 def all_attached(worker: Any) -> list[Updater]:
     """Return the updaters of this worker: of its weights, and of its adapters."""
+    return [*filter(None, [attached(worker)]), *_adapters(worker).values()]
+
+
+def _adapters(worker: Any) -> dict[str, adapters.AdapterUpdater]:
+    """Return those of the adapters, by name."""
     model = _model(worker)
-    held = {} if model is None else vars(model)
-    return [*filter(None, [held.get("tensorhub_updater")]), *held.get("tensorhub_adapters", {}).values()]
+    return {} if model is None else vars(model).get("tensorhub_adapters", {})
 
 
 def extend(vllm_config: Any) -> None:
@@ -334,9 +338,8 @@ def _wake_up(original: Any, worker: Any, tags: list[str] | None = None) -> Any:
     updater = attached(worker)
     if updater is not None and (tags is None or "weights" in tags):
         updater.wake_up()
-    for each in all_attached(worker):
-        if isinstance(each, adapters.AdapterUpdater):
-            each.evict()  # a sleep may have lost what vLLM had of it
+    for each in _adapters(worker).values():
+        each.evict()  # a sleep may have lost what vLLM had of it
     return result
 
 
@@ -398,7 +401,7 @@ def _loses_weights(level: int = 1, *args: Any, **kwargs: Any) -> bool:
 
 
 def _updater(worker: Any, target: str = "") -> Updater:
-    updater = attached(worker) if not target else vars(_model(worker)).get("tensorhub_adapters", {}).get(target)
+    updater = _adapters(worker).get(target) if target else attached(worker)
     if updater is None:
         raise UsageError("not connected: call tensorhub_connect(config) first")
     return updater

@@ -92,15 +92,21 @@ def test_in_place_the_memory_itself_is_the_base(stage):
     assert equal(mine, v2) and report.wire_size_bytes < SIZE // 30 and rollout.recheck(2) == ()
 
 
-def test_a_reader_that_missed_versions_gets_a_chain(stage):
+def missed_up_to(stage: Any, last: int, made: list[dict[str, torch.Tensor]]) -> tuple[Any, Any]:
+    """Return a trainer that has this version and the deltas up to it, and a rollout that stayed at version 1."""
     trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
-    made = versions(4)
     trainer.publish(1, made[0])
     follow(rollout, 1)
-    for version in (2, 3, 4):
+    for version in range(2, last + 1):
         trainer.publish(version, made[version - 1])
         trainer.changes.make_ahead(version - 1, CHECKPOINT)
         trainer.unpublish(version - 1)
+    return trainer, rollout
+
+
+def test_a_reader_that_missed_versions_gets_a_chain(stage):
+    made = versions(4)
+    _, rollout = missed_up_to(stage, 4, made)
     fetched = follow(rollout, 4)
     assert equal(fetched.tensors(), made[3])
     assert 0 < fetched.report.wire_size_bytes < SIZE // 10 and fetched.report.delta_size_bytes > SIZE // 2
@@ -108,15 +114,9 @@ def test_a_reader_that_missed_versions_gets_a_chain(stage):
 
 def test_the_last_delta_of_a_chain_is_made_when_it_is_asked_for(stage, as_on_a_link):
     """The source forgot the reader's version, has deltas up to the one before, and that one itself."""
-    trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
     made = versions(4)
-    trainer.publish(1, made[0])
-    follow(rollout, 1)
-    for version in (2, 3, 4):
-        trainer.publish(version, made[version - 1])
-        if version < 4:
-            trainer.changes.make_ahead(version - 1, CHECKPOINT)
-            trainer.unpublish(version - 1)
+    trainer, rollout = missed_up_to(stage, 3, made)
+    trainer.publish(4, made[3])
     before = trainer.changes.deltas.size_bytes
     fetched = follow(rollout, 4)
     assert equal(fetched.tensors(), made[3]) and trainer.changes.deltas.size_bytes > before
