@@ -56,6 +56,15 @@ def furthest_behind(cores: Sequence[Following | None]) -> Following | None:
     return min((each for each in cores if each), key=lambda said: (not said["broken"], said["version"]))
 
 
+def of_model(cores: Sequence[Following | None], model: object) -> Following | None:
+    """Return the same for requests that name this model. None: nothing of the store's answers them, as the weights
+    under adapters."""
+    adapters = ({} if said is None else said.get("adapters") for said in cores)
+    return furthest_behind(
+        [said if each is None else each.get(str(model)) for said, each in zip(cores, adapters, strict=True)]
+    )
+
+
 def readiness(said: Following | None, max_behind_s: float = BEHIND_S) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status of `/ready`, and its body. said: of the engine, None: it does not follow."""
     if said is None:
@@ -82,7 +91,7 @@ def readiness(said: Following | None, max_behind_s: float = BEHIND_S) -> tuple[i
 def refusal_of(said: Following | None, wanted: int) -> str | None:
     """Return why a request for this version cannot be answered by waiting; None: it can."""
     if said is None:
-        return "this server does not follow the store"
+        return "this server does not follow the store, or only with adapters, of which this request names none"
     refused, why = said.get("refusal", (0, ""))
     return f"it cannot install version {version_label(refused)}: {why}" if refused >= wanted > said["version"] else None
 
@@ -93,7 +102,7 @@ class Admission:
     def __init__(self, app: App, *, state: Any) -> None:
         """Stand before this application. state: of vLLM's own one, which gets its engine later."""
         self._app, self._state = app, state
-        self._asked: asyncio.Task[Following | None] | None = None
+        self._asked: asyncio.Task[list[Following | None]] | None = None
         self._asked_at = -SHARED_S
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,16 +119,16 @@ class Admission:
 
     async def _renew(self, engine: Any) -> None:
         try:
-            said = await asyncio.wait_for(self._following(engine), SCRAPE_S)
+            said = furthest_behind(await asyncio.wait_for(self._following(engine), SCRAPE_S))
             taken = await asyncio.wait_for(of_all_cores(engine.engine_core, "tensorhub_updates"), SCRAPE_S)
             figures().renew(said, [update for core in taken for update in core])
         except asyncio.TimeoutError:
             figures().missed()
 
-    async def _following(self, engine: Any) -> Following | None:
-        return furthest_behind(await of_all_cores(engine.engine_core, "tensorhub_status"))
+    async def _following(self, engine: Any) -> list[Following | None]:
+        return await of_all_cores(engine.engine_core, "tensorhub_status")
 
-    async def _shared(self, engine: Any, timeout_s: float) -> Following | None:
+    async def _shared(self, engine: Any, timeout_s: float) -> list[Following | None]:
         """Return the same of at most SHARED_S ago: all requests that wait share one question to the engine. Raise
         TimeoutError."""
         if self._asked is None or (self._asked.done() and time.monotonic() - self._asked_at >= SHARED_S):
@@ -133,7 +142,7 @@ class Admission:
         given: object = headers[MIN_VERSION].decode("latin-1") if MIN_VERSION in headers else None
         body = _Body(receive)
         if given is None and b"json" in headers.get(b"content-type", b"json"):
-            given = _named_in(await body.read())
+            given = _named_in(await body.read(), IN_BODY)
         if given is None:
             await self._answer(engine, scope, body.receive, send)
             return
@@ -142,12 +151,12 @@ class Admission:
         except (UsageError, ValueError) as error:
             await _answer(send, 400, {"error": _error(400, f"{IN_BODY}: {error}")})
             return
-        await body.read()
+        model = _named_in(await body.read(), "model")
         deadline, said = time.monotonic() + wait_s, None
         try:
             while True:
                 try:
-                    said = await self._shared(engine, max(SCRAPE_S, deadline - time.monotonic()))
+                    said = of_model(await self._shared(engine, max(SCRAPE_S, deadline - time.monotonic())), model)
                     why = refusal_of(said, wanted)
                 except asyncio.TimeoutError:
                     why = "its engine does not answer, as long as it installs a version"
@@ -267,15 +276,15 @@ def _ends(message: Message) -> bool:
     return not message.get("more_body") or END_OF_STREAM in b"\n" + message.get("body", b"")
 
 
-def _named_in(body: bytes) -> object:
-    """Return the `min_version` of a JSON body; None: there is none. Only a body that may have one is parsed."""
-    if IN_BODY.encode() not in body:
+def _named_in(body: bytes, name: str) -> object:
+    """Return this field of a JSON body; None: there is none. Only a body that may have one is parsed."""
+    if name.encode() not in body:
         return None
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
         return None  # vLLM says what is wrong with it
-    return found.get(IN_BODY) if isinstance(found, Mapping) else None
+    return found.get(name) if isinstance(found, Mapping) else None
 
 
 def _with_version(send: Send, version: int) -> Send:

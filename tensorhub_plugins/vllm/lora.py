@@ -27,7 +27,12 @@ CONFIG = "adapter_config.json"  # also the name of its tensor, uint8 of shape (l
 COUNT, BASE = "tensorhub_tensors", "tensorhub_base"  # what is added to the configuration
 PATH = "/tensorhub/"  # of an adapter in vLLM's requests; nothing is on any disk there
 FIRST_ID = 1_000_000  # of the store's adapters in vLLM, which counts those that users load from 1
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initial values that PEFT also subtracts from the base weights
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initial values that PEFT also takes from the base
+# Settings of PEFT that compute something else from the same matrices, or have another base; vLLM ignores them.
+OTHER_KINDS = (
+    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "monteclora_config", "arrow_config", "kasa_config"),
+    "layer_replication",
+)
 
 
 def adapter_tensors(
@@ -68,8 +73,8 @@ def adapter_of(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Ten
         raise VersionRefused(f"no tensor is called {CONFIG}: this is no adapter; publish `adapter_tensors(...)` of one")
     try:
         config = json.loads(bytes(on_host(flat_bytes(text)).numpy()))
-        if not isinstance(config, dict):
-            raise ValueError(f"it is a {type(config).__name__}")
+        if not isinstance(config, dict) or not isinstance(config.get(BASE, {}), dict):
+            raise ValueError(f"it, or its {BASE}, is another value: {config!r:.80}")
     except (ValueError, TypeError, RecursionError) as error:
         raise VersionRefused(f"{CONFIG} of the adapter is no JSON object: {error}") from error
     if config.get(COUNT, len(adapter)) != len(adapter):
@@ -89,11 +94,18 @@ def lora_request(name: str, names: tuple[str, ...] = ()) -> Any:
     return LoRARequest(name, FIRST_ID + (names or (name,)).index(name), f"{PATH}{name}")
 
 
-def requests_of(vllm_config: Any) -> dict[str, Any]:
-    """Return the requests of all adapters that an engine with this configuration takes from the store, by name."""
+def offer(models: Any, vllm_config: Any) -> None:
+    """Have a server offer all adapters that its engine takes from the store. models: vLLM's OpenAIServingModels. Raise
+    UsageError where the weights without an adapter would answer under the name of one."""
     _, joining = parse(vllm_config.load_config.model_loader_extra_config, vllm_config)
     names = () if joining is None else joining.lora
-    return {name: lora_request(name, names) for name in names}
+    taken = [name for name in names if models.is_base_model(name)]
+    if taken:
+        raise UsageError(
+            f"requests for {taken[0]!r} would be answered without the adapter, for the base model is served under that "
+            "name, too: give another --served-model-name"
+        )
+    models.lora_requests.update({name: lora_request(name, names) for name in names})
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:
@@ -101,6 +113,9 @@ def _check_kind(config: Mapping[str, Any]) -> None:
     kind = _text(config.get("peft_type") or "LORA")
     if kind.upper() != "LORA":
         raise UsageError(f"the adapter is of PEFT's type {kind}: engines apply LORA only")
+    others = [name for name in OTHER_KINDS if config.get(name)]
+    if others:
+        raise UsageError(f"the adapter has {', '.join(others)}, which engines do not apply: train without")
     begins = _text(config.get("init_lora_weights", "")).lower()
     if begins.startswith(CHANGES_BASE):
         raise UsageError(

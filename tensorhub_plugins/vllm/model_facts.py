@@ -22,7 +22,8 @@ def facts_of(config: Any) -> dict[str, Any]:
     """Return the facts. config: a transformers configuration, of text or of more than text."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = {name: getattr(text, name) for name in FACTS if getattr(text, name, None) is not None}
-    return {"architectures": list(getattr(config, "architectures", None) or ()), **found}
+    names = list(getattr(config, "architectures", None) or ())  # none: it was made here, and not saved since
+    return {**({"architectures": names} if names else {}), **found}
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

@@ -171,9 +171,9 @@ def _add_adapters(serving: Any) -> None:
     def begin(original: Any, models: Any, engine_client: Any, *args: Any, **kwargs: Any) -> None:
         original(models, engine_client, *args, **kwargs)
         if _is_ours(engine_client.vllm_config):
-            from tensorhub_plugins.vllm.lora import requests_of
+            from tensorhub_plugins.vllm.lora import offer
 
-            models.lora_requests.update(requests_of(engine_client.vllm_config))
+            offer(models, engine_client.vllm_config)
 
     _wrap(serving.OpenAIServingModels, "__init__", begin)
 

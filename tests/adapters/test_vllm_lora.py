@@ -50,7 +50,7 @@ def test_what_is_published_is_read_again() -> None:
         lora.adapter_of({name: each for name, each in published.items() if "lora_B" not in name})
     with pytest.raises(VersionRefused, match="this is no adapter"):
         lora.adapter_of(given)
-    for text in (b"{", b"[1]", b"\xff", b"[" * 100_000):
+    for text in (b"{", b"[1]", b"\xff", b"[" * 100_000, b'{"tensorhub_base": ["hidden_size"]}'):
         with pytest.raises(VersionRefused, match="no JSON object"):
             lora.adapter_of({**given, lora.CONFIG: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
 
@@ -62,6 +62,8 @@ def test_what_is_published_is_read_again() -> None:
         ({"a": 1}, None, "pass config"),
         ({"a": 1}, {"peft_type": "IA3"}, "type IA3"),
         ({"a": 1}, {"init_lora_weights": "pissa_niter_4"}, "changes the base weights"),
+        ({"a": 1}, {"init_lora_weights": "lora_ga"}, "changes the base weights"),
+        ({"a": 1}, {"alora_invocation_tokens": [1]}, "alora_invocation_tokens, which engines do not apply"),
         (3, None, "is a int"),
         (SimpleNamespace(peft_config={"a": None}), None, "no adapter 'default': it has a"),
     ],
@@ -92,6 +94,22 @@ def test_an_engine_that_cannot_take_adapters_is_refused(given: Any, changes: Any
     assert joining is not None and joining.lora == (NAME,) and start.follow is None
     with pytest.raises(UsageError, match=words):
         parse({**extra, **given}, config(**changes))
+
+
+def test_the_base_model_does_not_answer_under_the_name_of_an_adapter() -> None:
+    extra = {"hub": "tcp://127.0.0.1:1", "disk": "only", "lora": NAME}
+    config = SimpleNamespace(
+        load_config=SimpleNamespace(model_loader_extra_config=extra),
+        lora_config=SimpleNamespace(max_cpu_loras=1),
+        instance_id="i",
+        parallel_config=SimpleNamespace(),
+    )
+    models = SimpleNamespace(lora_requests={}, is_base_model=lambda name: name == "actor")
+    lora.offer(models, config)
+    assert models.lora_requests.keys() == {NAME}
+    models.is_base_model = lambda name: name in ("actor", NAME)
+    with pytest.raises(UsageError, match="give another --served-model-name"):
+        lora.offer(models, config)
 
 
 # --- real vLLM ---
@@ -182,6 +200,11 @@ MISFITS = {
     "dora": "DoRA",
     "bias": "Adapter bias is not supported",
     "weights": "no tensor is called adapter_config.json",
+    "none": "it has no matrix of any module",
+    "no matrix": "has tensors of shapes [1024] and",
+    "no floats": "no floats: base_model",
+    "head": "lm_head is from 128 to 499, and the model's from 128 to 500",
+    "embedding": "embed_tokens is from 500 to 127, and the model's from 500 to 128",
 }
 
 
@@ -201,6 +224,8 @@ def test_a_swap_that_fails_half_way_is_undone(model: Path) -> None:
     assert "is not one of the store's here" in found.pop("another's path")
     assert found.pop("bytes") < 100_000  # of the adapter; the model has 1.5 MB
     assert found.pop("half way") == (False, "RuntimeError: out of memory", None, 3)
+    installed, error, broken, version = found.pop("no place")
+    assert (installed, broken, version) == (False, None, 5) and "pinned" in error
     assert all(found.values()), found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANK = 8
 LONE = "0.mlp.up_proj.lora_A.weight"
+HEAD, EMBEDDING = "base_model.model.lm_head", "base_model.model.model.embed_tokens.lora_embedding"
 
 
 class Trained:
@@ -147,6 +148,15 @@ def swapped(folder: Path, name: str) -> dict[str, Any]:
         while worker.updater.poll()["state"] == "fetching":
             time.sleep(0.01)
         found["again"] = bool(worker.updater.install(5, 30.0)["installed"] and worker.has(later))
+        # Users' adapters have all places of the layers and are pinned there: it fails, and so would a second try.
+        worker.updater.evict()
+        worker.manager._active_adapters[1] = None
+        worker.manager._active_adapters.pin(1)
+        result = worker.update(6, trained.step(6))
+        found["no place"] = (result["installed"], result["error"], result["broken"], result["version"])
+        worker.manager._active_adapters.pop(1)
+        worker.updater._manager.add_adapter(worker.updater.request)
+        found["the old one has a place"] = worker.has(later)
         try:
             worker.updater._manager.add_adapter(_renamed(worker.updater.request))
         except ValueError as error:
@@ -169,8 +179,10 @@ def refused(folder: Path, larger: Path, name: str) -> dict[str, tuple[str | None
     trained = Trained(folder)
     first, given = trained.step(1), Trained(folder, seed=1).step(2)
 
+    first_a = next(name for name in given if "lora_A" in name)
+
     def changed(tensors: dict[str, Any], **changes: Any) -> dict[str, Any]:
-        said = {**adapter_of(given)[1], COUNT: len(tensors) - 1, **changes}
+        said = {**adapter_of(given)[1], COUNT: len(tensors.keys() - {CONFIG}), **changes}
         return {**tensors, CONFIG: torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)}
 
     wrong = {
@@ -186,6 +198,13 @@ def refused(folder: Path, larger: Path, name: str) -> dict[str, tuple[str | None
         "dora": Trained(folder, use_dora=True).step(0),
         "bias": Trained(folder, bias="all").step(0),
         "weights": {"a": torch.ones(3)},
+        "none": changed({}),
+        "no matrix": {**given, first_a: given[first_a].flatten()},
+        "no floats": {**given, first_a: given[first_a].int()},
+        "head": changed(
+            {f"{HEAD}.lora_A.weight": torch.ones(RANK, 128), f"{HEAD}.lora_B.weight": torch.ones(499, RANK)}
+        ),
+        "embedding": changed({f"{EMBEDDING}_A": torch.ones(RANK, 500), f"{EMBEDDING}_B": torch.ones(127, RANK)}),
     }
     found: dict[str, tuple[str | None, str, int, bool]] = {}
     with layers(folder, name) as worker:

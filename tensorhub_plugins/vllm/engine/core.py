@@ -15,6 +15,7 @@ from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.departures import Departures
 from tensorhub_plugins.vllm.engine.spans import Place, Spans, Start
+from tensorhub_plugins.vllm.lora import PATH
 
 INSTALL = "tensorhub_install"
 NO_VERSION = "none"
@@ -161,8 +162,9 @@ class Core:
         return sorted(start for starts in found for start in starts)
 
     def _target_of(self, request: Any) -> str:
-        name = getattr(getattr(request, "lora_request", None), "lora_name", "")
-        return name if name in self.spans else ""
+        path = getattr(getattr(request, "lora_request", None), "lora_path", "")  # not by name: a user's own may have it
+        name = path.removeprefix(PATH)
+        return name if path.startswith(PATH) and name in self.spans else ""
 
     async def ask(self, action: Callable[[], Any], *, may_last: bool = False) -> Any:
         """Run this in the loop and return what it returns; of a future, when it is done. After LOOP_TIMEOUT_S it is not

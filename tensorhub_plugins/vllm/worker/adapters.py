@@ -17,7 +17,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -63,6 +64,7 @@ class AdapterUpdater(Updater):
         self._built: tuple[int, Any] = (0, None)  # the version that arrived last, and vLLM's LoRAModel of it
         self._live: tuple[int, Any] = (0, None)  # the same, of the installed one
         self._before = self._live  # of the one before, which comes back if an install fails
+        self._was_in_use = False  # by the layers, when it was replaced
         self._read_from_memory()
         position = ShardPosition(0, 1, CHECKPOINT)
         super().__init__(
@@ -71,7 +73,7 @@ class AdapterUpdater(Updater):
 
     def _know(self, model: torch.nn.Module, vllm_config: Any) -> None:
         """Prepare for an adapter instead of weights."""
-        self.addresses = _Anywhere()  # type: ignore[assignment]
+        self.addresses = cast(Any, SimpleNamespace(check=lambda **_: None))  # an adapter's tensors are vLLM's to move
         self._steps = Steps(self.gather, together=False)
 
     def install_first(self, wait_s: float) -> None:
@@ -131,20 +133,25 @@ class AdapterUpdater(Updater):
         from vllm.lora.worker_manager import WorkerLoRAManager
 
         adapter, config = adapter_of(tensors)
-        wrong = differences(self._facts, config.get(BASE) or {})
+        wrong = differences(self._facts, config.get(BASE, {}))
         if wrong:
             raise VersionRefused(f"the adapter is of another base model: {'; '.join(wrong)}")
         _check_patterns(config)
+        others = [f"{name} {tensor.dtype}" for name, tensor in adapter.items() if not tensor.is_floating_point()]
+        if others:
+            raise VersionRefused(f"the adapter has tensors that are no floats: {some(others)}")
         # Copies: vLLM keeps what it is given, and scales it in place.
         said = _building.set(({name: tensor.clone() for name, tensor in adapter.items()}, config))
         try:
             # vLLM's own, of the class: a framework may have put another one (verl's) into the class that is in use.
             built = WorkerLoRAManager._load_adapter(self._manager, self.request)
+            wrong = list(misfits(built, self._manager._adapter_manager, config))
+            if not wrong:  # vLLM packs what fused layers take when it swaps, too: then there is nothing left to pack
+                self._manager._adapter_manager._create_merged_loras_inplace(built)
         except Exception as error:
-            raise VersionRefused(f"vLLM does not take this adapter: {error}") from error
+            raise VersionRefused(f"vLLM does not take this adapter: {type(error).__name__}: {error}") from error
         finally:
             _building.reset(said)
-        wrong = list(misfits(built, self._manager._adapter_manager, config))
         if wrong:
             raise VersionRefused(f"the adapter does not fit this model: {some(wrong)}")
         self._built = version, built
@@ -171,11 +178,12 @@ class AdapterUpdater(Updater):
 
     def _change(self, version: int, deadline: Deadline) -> None:
         self._before, self._live = self._live, self._built
+        self._was_in_use = self.request.lora_int_id in self._manager._adapter_manager.lora_index_to_id
         self._swap()
 
     def _swap(self) -> None:
         """Have vLLM's manager replace whatever it has under this id by what is live."""
-        self._manager.add_adapter(_with(self.request, load_inplace=True))
+        self._manager.add_adapter(msgspec.structs.replace(self.request, load_inplace=True))
 
     def install(self, version: int, timeout_s: float) -> dict[str, Any]:
         """Do as Updater; one that failed half way is undone in all workers, and the old one goes on."""
@@ -189,12 +197,12 @@ class AdapterUpdater(Updater):
         return {**result, "broken": self._state.broken, "version": self._state.version}
 
     def _undo(self) -> bool:
-        """Return whether the old adapter is back; the first one had none, and requests for it fail as before."""
+        """Return whether the old adapter is back. One that the layers did not hold comes when vLLM asks for it; the
+        first one had none, and requests for it fail as before."""
         self._live = self._before
         try:
-            if self._live[1] is None:
-                self._manager.remove_adapter(self.request.lora_int_id)
-            else:
+            self.evict()
+            if self._was_in_use:
                 self._swap()
         except Exception:
             logger.exception("%s: adapter %s cannot be put back", self._name, self.name)
@@ -219,17 +227,14 @@ class AdapterUpdater(Updater):
             logger.warning("%s: version %d of adapter %s: %s", self._name, staged.version, self.name, error)
 
 
-class _Anywhere:
-    """An adapter's tensors are vLLM's to move."""
-
-    def check(self, *, search: bool = True) -> None:
-        """Check nothing."""
-
-
 def misfits(built: Any, manager: Any, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what of vLLM's LoRAModel does not fit the model's modules, in words; vLLM ignores a module that is not
     there, and takes a matrix that is too small."""
     places = {part: (module, place) for module in manager.modules for place, part in enumerate(_parts(manager, module))}
+    if getattr(manager, "is_pooling_model", False):  # vLLM takes these without the name of what has the head
+        places |= {part.removeprefix("model."): place for part, place in places.items()}
+    if not built.loras:
+        yield "it has no matrix of any module"
     for name, matrices in built.loras.items():
         if matrices.lora_a is None or matrices.lora_b is None:
             yield f"{name} has only one of its two matrices"
@@ -239,6 +244,9 @@ def misfits(built: Any, manager: Any, config: Mapping[str, Any]) -> Iterator[str
         if name not in places:
             yield f"{name} is no module of this model that takes adapters"
             continue
+        if matrices.lora_a.ndim != 2 or matrices.lora_b.ndim != 2:
+            yield f"{name} has tensors of shapes {[*matrices.lora_a.shape]} and {[*matrices.lora_b.shape]}, no matrices"
+            continue
         rank, module, place = matrices.lora_a.shape[0], *places[name]
         if rank != matrices.lora_b.shape[1]:
             yield f"{name} has matrices of ranks {rank} and {matrices.lora_b.shape[1]}"
@@ -246,7 +254,8 @@ def misfits(built: Any, manager: Any, config: Mapping[str, Any]) -> Iterator[str
             yield f"{name} has rank {rank}, above max_lora_rank={manager.lora_config.max_lora_rank}"
         elif rank != config["r"] and not any(config.get(pattern) for pattern in PATTERNS):
             yield f"{name} has rank {rank}, and the configuration says r={config['r']}"
-        given, wanted = (matrices.lora_a.shape[1], matrices.lora_b.shape[0]), _sizes(manager.modules[module], place)
+        given = matrices.lora_a.shape[1], matrices.lora_b.shape[0]
+        wanted = _sizes(manager.modules[module], place, len(_parts(manager, module)))
         if wanted is not None and given != wanted:
             yield f"{name} is from {given[0]} to {given[1]}, and the model's from {wanted[0]} to {wanted[1]}"
 
@@ -255,19 +264,22 @@ def _parts(manager: Any, module: str) -> list[str]:
     return list(manager.packed_modules.get(module, [module]))
 
 
-def _sizes(wrapped: Any, place: int) -> tuple[int, int] | None:
-    """Return the features that this part of a linear layer takes and gives, of all ranks; None: it is another layer."""
+def _sizes(wrapped: Any, place: int, parts: int) -> tuple[int, int] | None:
+    """Return the features that one of the parts of a layer takes and gives, of all ranks; None: it is not known."""
     layer = wrapped.base_layer
+    if isinstance(wrapped.lora_a_stacked, torch.Tensor):  # an embedding, whose vocabulary is an axis, or a head
+        takes = wrapped.lora_a_stacked.shape[1 if wrapped.lora_a_stacked.ndim == 3 else -1]
+        return takes, wrapped.lora_b_stacked.shape[-2]
     if not hasattr(layer, "input_size") or not hasattr(layer, "output_size"):
         return None
-    if getattr(wrapped, "n_slices", 1) == 1:
-        return layer.input_size, layer.output_size
-    if hasattr(layer, "total_num_kv_heads"):
-        heads = layer.total_num_kv_heads if place else layer.total_num_heads
-        size = getattr(layer, "v_head_size", layer.head_size) if place == 2 else layer.head_size
-        return layer.input_size, heads * size
-    sizes = getattr(layer, "output_sizes", ())
-    return (layer.input_size, sizes[place]) if place < len(sizes) else None
+    sizes = list(getattr(layer, "output_sizes", [layer.output_size]))
+    if hasattr(layer, "total_num_kv_heads"):  # its sizes count the heads that several ranks share once for each
+        heads = layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads
+        each = layer.head_size, layer.head_size, getattr(layer, "v_head_size", layer.head_size)
+        sizes = [count * size for count, size in zip(heads, each, strict=True)]
+    if parts in (1, len(sizes)):
+        return layer.input_size, sum(sizes) if parts == 1 else sizes[place]
+    return None
 
 
 def _check_patterns(config: Mapping[str, Any]) -> None:
@@ -278,10 +290,6 @@ def _check_patterns(config: Mapping[str, Any]) -> None:
     for pattern in PATTERNS:
         if config.get(pattern):
             raise VersionRefused(f"the adapter has a {pattern}, which this vLLM does not apply: use one rank and alpha")
-
-
-def _with(request: Any, **changes: Any) -> Any:
-    return msgspec.structs.replace(request, **changes)
 
 
 def _read_from_memory(manager: Any) -> None:
