@@ -266,13 +266,9 @@ def check_name(rollout: Any, options: Options) -> None:
 
 
 def check_drafts(rollout: Any) -> None:
-    """Draft models and MTP heads. In drop-in mode verl hands every version to MTP heads, and to no other draft."""
-    method = draft_of(rollout)
-    if method == "mtp" and _get(rollout, "name") != ROLLOUT:
-        return
-    mtp = "set actor_rollout_ref.model.mtp.enable_rollout=False, or rollout.name=vllm (drop-in), where verl does"
-    other = "leave rollout.engine_kwargs.vllm.speculative_config out, or set rollout.load_format=auto"
-    drafts.check(method, _get(rollout, "load_format") or "dummy", remedy=mtp if method == "mtp" else other)
+    """Draft models: MTP heads get every version, and no other draft does."""
+    remedy = "leave rollout.engine_kwargs.vllm.speculative_config out, or set rollout.load_format=auto"
+    drafts.source(None, draft_of(rollout), _get(rollout, "load_format") or "dummy", remedy=remedy)
 
 
 def check_engine_kwargs(rollout: Any) -> None:

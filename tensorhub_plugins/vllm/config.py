@@ -11,6 +11,7 @@ import msgspec
 
 from tensorhub_plugins.core import Client, UsageError, here, options, run_log
 from tensorhub_plugins.core.options import StoreOptions
+from tensorhub_plugins.vllm.drafts import Source
 from tensorhub_plugins.vllm.names import NAME
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
@@ -29,6 +30,9 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
     # LoRA adapters that the engine takes from the store: the models of their histories, which are also what requests
     # call them. The base weights stay what the engine started with. See lora.py.
     lora: tuple[str, ...] = ()
+    # Where the weights of MTP heads come from that draft for the model, see drafts.py. None: from the store, if nobody
+    # has read them.
+    draft: Source | None = None
     connect_timeout_s: float = 10.0  # for the hub's first answer
     drain_timeout_s: float = 30.0  # for readers of the live weights before an install; then they are cut off
     serve_timeout_s: float = 120.0  # for what serving takes after an install: publishing, dropping the last version

@@ -8,7 +8,7 @@ MODEL needs a configuration and a tokenizer; its weights are read only where `di
 serves what it has to others, in place, while it generates.
 
 The worker gets the methods of `TensorHubWorkerExtension`, as if it had been started with `worker_extension_cls`.
-A draft model is none of the store's business and comes from disk.
+A draft model comes from disk, and so do MTP heads, unless option "draft" says "store": then they are in the versions.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from tensorhub_plugins.core import (
     gate,
 )
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.vllm import drafts
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse
 from tensorhub_plugins.vllm.worker import addresses, cpu, online, reload
-from tensorhub_plugins.vllm.worker.extension import extend, join, leave
+from tensorhub_plugins.vllm.worker.extension import BEGIN, extend, join, leave
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import OutOfStep, anyone, engine_gather, first_says
 
@@ -72,21 +73,46 @@ class TensorHubModelLoader(BaseModelLoader):
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
         """Return the model with its weights; in all workers of an engine at once."""
+        start, joining = parse(self.load_config.model_loader_extra_config, vllm_config)
+        has_draft = joining is not None and drafts.source_in(vllm_config, joining.draft) == "store"
         if model_config is not vllm_config.model_config:
+            if has_draft and start.disk == "never":
+                return self._made(vllm_config, model_config, prefix, on_disk=False).eval()
             draft = self._from_disk()
             return draft.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-        start, joining = parse(self.load_config.model_loader_extra_config, vllm_config)
         began = time.monotonic()
         if joining is not None:
             addresses.check_config(vllm_config)  # before vLLM's offloaders take hold of the layers
         extend(vllm_config)
+        if joining is not None and joining.lora and start.disk == "only" and not start.disk_version:
+            joining = None  # only its adapters come from the store (engine/core_follower.py)
+        on_disk = joining is None or _start_from_disk(start, joining, vllm_config)
+        model = self._made(vllm_config, model_config, prefix, on_disk=on_disk)
+        made = time.monotonic()
+
+        def begin(drafting: torch.nn.Module | None = None) -> None:
+            came_from_disk = on_disk
+            if joining is not None:
+                came_from_disk = self._begin(start, joining, model, vllm_config, drafting, on_disk=on_disk)
+            logger.info(
+                "weights from %s: model made in %.2f s, then %.2f s",
+                "disk" if came_from_disk else "the store",
+                made - began,
+                time.monotonic() - made,
+            )
+
+        if has_draft:  # vLLM makes it now, and has it share the target's embeddings
+            vars(model)[BEGIN] = begin
+        else:
+            begin()
+        return model.eval()
+
+    def _made(self, vllm_config: Any, model_config: Any, prefix: str, *, on_disk: bool) -> torch.nn.Module:
+        """Make a model as vLLM does, with the weights on disk, or with zeros."""
         device = torch.device(self.load_config.device or vllm_config.device_config.device)
         with set_default_torch_dtype(model_config.dtype), cpu.live_layers():
             with device:
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-            if joining is not None and joining.lora and start.disk == "only" and not start.disk_version:
-                joining = None  # only its adapters come from the store (engine/core_follower.py)
-            on_disk = joining is None or _start_from_disk(start, joining, vllm_config)
             with reload.defined_paddings():
                 if on_disk:
                     self.load_weights(model, model_config)
@@ -94,29 +120,34 @@ class TensorHubModelLoader(BaseModelLoader):
                     _fill_with_zeros(model)
                 online.finish_first_load(model, model_config)
             process_weights_after_loading(model, model_config, device)
-        made = time.monotonic()
-        if joining is not None:
-            try:
-                updater = join(joining, model, vllm_config)
-                if not on_disk and not _read(start, joining, updater, Deadline.after(start.start_timeout_s)):
-                    reload.reload_checkpoint(model, vllm_config, self.get_all_weights(model_config, model))
-                    updater.mark_unversioned(mended=True)
-                    on_disk = True
-                if on_disk:
-                    _serve_what_was_on_disk(start, joining, updater)
-            except BaseException:  # also a signal: no thread of its keeps the process, and the hub knows at once
-                leave(model)
-                raise
-            # vLLM captures graphs from now on, to measure their memory and then for good: until the end of its warm-up
-            # (extension.py) nothing is served from the device.
-            gate.close()
-        logger.info(
-            "weights from %s: model made in %.2f s, then %.2f s",
-            "disk" if on_disk else "the store",
-            made - began,
-            time.monotonic() - made,
-        )
-        return model.eval()
+        return model
+
+    def _begin(
+        self,
+        start: StartConfig,
+        joining: WorkerConfig,
+        model: torch.nn.Module,
+        vllm_config: Any,
+        drafting: torch.nn.Module | None,
+        *,
+        on_disk: bool,
+    ) -> bool:
+        """Join the store and get the first version; return whether the weights are those on disk."""
+        try:
+            updater = join(joining, model, vllm_config, drafting)
+            if not on_disk and not _read(start, joining, updater, Deadline.after(start.start_timeout_s)):
+                reload.reload_checkpoint(model, vllm_config, self.get_all_weights(vllm_config.model_config, model))
+                updater.mark_unversioned(mended=True)
+                on_disk = True
+            if on_disk:
+                _serve_what_was_on_disk(start, joining, updater)
+        except BaseException:  # also a signal: no thread of its keeps the process, and the hub knows at once
+            leave(model)
+            raise
+        # vLLM captures graphs from now on, to measure their memory and then for good: until the end of its warm-up
+        # (extension.py) nothing is served from the device.
+        gate.close()
+        return on_disk
 
     def _from_disk(self) -> DefaultModelLoader:
         plain = dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={})

@@ -166,7 +166,7 @@ def test_an_updater_refuses_before_anything_is_written(conversion: None, engines
         trainer.publish(1, toy_checkpoint(1.0))
         updater.start_fetch(1, TIMEOUT_S)
         wait_until(lambda: updater.poll()["state"] == "ready", "fetched")
-        model: Toy = updater._model
+        model: Toy = updater.model
         where = model.fused.data
         model.fused.data = model.fused.data.clone()
         with pytest.raises(UsageError, match="fused"):

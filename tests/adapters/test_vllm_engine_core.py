@@ -179,7 +179,7 @@ def test_now_means_at_once_also_when_requests_run(following: Any, hub: Server) -
     publish(hub, 1)
     wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
     assert core.log == [("start_fetch", 1), *switches(1)]
-    assert core.updater._model.weight.unique().tolist() == [1.0]
+    assert core.updater.model.weight.unique().tolist() == [1.0]
 
 
 def test_idle_waits_for_its_moment_and_takes_what_is_newest_then(following: Any, hub: Server) -> None:
@@ -219,7 +219,7 @@ def test_it_returns_from_a_version_that_is_withdrawn_and_serves_what_it_returned
         trainer.withdraw(2)
         wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"] and len(core.log) > began, "returned")
         assert core.log[began:] == [("start_fetch", 1), *switches(1)]
-        assert core.updater._model.weight.unique().tolist() == [1.0]
+        assert core.updater.model.weight.unique().tolist() == [1.0]
         wait_until(lambda: not core.updater.poll()["serving"], "it serves again")
         assert core.updater.poll()["served_version"] == 1
         layouts = {info.version: info.layouts for info in trainer.versions() if info.visible}

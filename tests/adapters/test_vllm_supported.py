@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.vllm.config import parse
+from tensorhub_plugins.vllm import drafts
+from tensorhub_plugins.vllm.config import WorkerConfig, parse
 from tensorhub_plugins.vllm.worker import cpu, extension
 
 
@@ -73,27 +74,42 @@ def test_nobody_else_changes_the_weights_of_an_engine_that_follows(
         assert parse(given, started)[0].follow == follow
 
 
+UNREAD, READ = SimpleNamespace(load_format="dummy"), SimpleNamespace(load_format="auto")
+
+
 @pytest.mark.parametrize(
-    ("method", "warns"), [(None, False), ("ngram", False), ("eagle3", True), ("deepseek_mtp", True)]
+    ("wanted", "method", "load_format", "source"),
+    [
+        (None, None, "dummy", None),
+        (None, "ngram", "dummy", None),
+        (None, "eagle3", "auto", "disk"),
+        (None, "mtp", "auto", "disk"),
+        ("store", "mtp", "auto", "store"),
+        (None, "deepseek_mtp", "dummy", "store"),
+        (None, "eagle3", "dummy", "would draft with random ones"),
+        ("disk", "mtp", "dummy", "would draft with random ones"),
+        ("store", "eagle", "auto", "no version holds the weights of another model"),
+    ],
 )
-def test_a_draft_that_keeps_its_weights_is_said_to(
-    method: str | None, warns: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    speculative = None if method is None else SimpleNamespace(method=method)
+def test_where_a_draft_has_its_weights_from(wanted: Any, method: str | None, load_format: str, source: Any) -> None:
+    speculative = SimpleNamespace(method=method, draft_load_config=SimpleNamespace(load_format=load_format))
+    started = config(speculative_config=speculative, load_config=READ)
+    if source is None or source in ("store", "disk"):
+        assert drafts.source_in(started, wanted) == source
+        speculative.draft_load_config, started.load_config = None, SimpleNamespace(load_format=load_format)
+        assert drafts.source_in(started, wanted) == source  # it has the model's
+    else:
+        with pytest.raises(UsageError, match=source):
+            drafts.source_in(started, wanted)
+
+
+@pytest.mark.parametrize(("method", "says"), [("eagle3", "moves on"), ("mtp", 'draft="store" versions bring it')])
+def test_a_draft_that_keeps_its_weights_is_said_to(method: str, says: str, caplog: pytest.LogCaptureFixture) -> None:
+    started, drafting = config(speculative_config=SimpleNamespace(method=method), load_config=READ), torch.nn.Module()
+    joining = WorkerConfig(hub="h", run="r", model="m", replica="e")
     with caplog.at_level(logging.WARNING):
-        extension._check_supported(
-            torch.nn.Module(), config(speculative_config=speculative, kv_transfer_config=SimpleNamespace())
-        )
-    assert ("keeps the weights it was started with" in caplog.text) == warns
-
-
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
-def test_a_draft_that_nobody_reads_is_refused(method: str) -> None:
-    unread, read = SimpleNamespace(load_format="dummy"), SimpleNamespace(load_format="auto")
-    speculative = SimpleNamespace(method=method)
-    with pytest.raises(UsageError, match="would draft with random ones"):
-        extension._check_supported(torch.nn.Module(), config(speculative_config=speculative, load_config=unread))
-    speculative.draft_load_config = read  # the controls: it has a load format of its own, or no weights
-    extension._check_supported(torch.nn.Module(), config(speculative_config=speculative, load_config=unread))
-    ngram = SimpleNamespace(method="ngram")
-    extension._check_supported(torch.nn.Module(), config(speculative_config=ngram, load_config=unread))
+        assert extension._followed_draft(joining, drafting, started) is None
+    assert "keeps the weights it was started with" in caplog.text and says in caplog.text
+    started.load_config = UNREAD
+    if method == "mtp":
+        assert extension._followed_draft(joining, drafting, started) is drafting

@@ -91,7 +91,7 @@ def test_a_version_that_is_given_up_leaves_the_old_one_served(
             def refuse(model: Any, vllm_config: Any, tensors: Any) -> None:
                 raise VersionRefused("not this model's")
 
-            updater._contract = contract.Contract(updater._model, None)  # as if 2 were the first checkpoint it reads
+            updater._contract = contract.Contract(updater.model, None)  # as if 2 were the first checkpoint it reads
             monkeypatch.setattr(contract, "rehearse", refuse)
         assert fetch(updater, 2) == "ready"
         if how == "refused":
@@ -123,7 +123,7 @@ def test_a_version_unlike_the_first_is_refused_before_it_is_ready(engines: Engin
 def test_what_kernels_keep_for_themselves_is_never_copied_raw(engines: Engines) -> None:
     """Such an engine always reads the checkpoint, and offers nothing that a peer could copy."""
     updater, peer = engines("first"), engines("second")
-    updater._model.kernel = {"scale": torch.zeros(6)}  # see `conversion`
+    updater.model.kernel = {"scale": torch.zeros(6)}  # see `conversion`
     with engines.trainer() as trainer:
         for version in (1, 2, 3):
             trainer.publish(version, toy_checkpoint(float(version)))
@@ -203,7 +203,7 @@ def test_an_install_that_fails_breaks_the_worker_until_one_succeeds(
             assert fetch(updater, 2) == "ready"
             result = updater.install(2, TIMEOUT_S)
         assert not result["installed"] and "injected" in result["error"] and result["version"] == 1
-        assert updater._model.fused.unique().tolist() == [1.0, 2.0]
+        assert updater.model.fused.unique().tolist() == [1.0, 2.0]
         assert updater.poll()["state"] == "broken"
         with pytest.raises(BrokenWeights, match="install a version before resuming"):
             updater.guard()
@@ -395,7 +395,7 @@ def test_an_update_at_once_reads_in_place_and_is_served(options: dict[str, Any],
 def test_what_came_from_elsewhere_is_served_as_a_version(engines: Engines) -> None:
     first, second = engines("first", serve_from="live"), engines("second")
     with torch.no_grad():
-        first._model.fused.fill_(5.0)
+        first.model.fused.fill_(5.0)
     first.serve_current_as(3)
     wait_until(lambda: not first.poll()["serving"])
     assert first.poll()["version"] == 3
@@ -475,11 +475,11 @@ def test_what_others_do_to_the_weights_leaves_them_served_or_of_no_version(how: 
     with engines.trainer() as trainer, engines.trainer("reader") as reader:
         trainer.publish(1, toy_checkpoint(1.0))
         update(updater, 1)
-        with suppress(RuntimeError), external_change(updater, "reload_weights", updater._model, alone):
+        with suppress(RuntimeError), external_change(updater, "reload_weights", alone):
             assert not updater._client.serving()
             if how != "refused":
                 with torch.no_grad():
-                    updater._model.fused[:1] = 7.0
+                    updater.model.fused[:1] = 7.0
             if how != "done":
                 raise RuntimeError("no such checkpoint")
         wait_until(lambda: not updater.poll()["serving"])
@@ -521,8 +521,8 @@ def test_a_function_that_somebody_runs_in_a_worker_is_told_by_the_bytes(
     updater = engines("first", serve_from="live")
     hook(Worker)
     worker = Worker()
-    vars(updater._model)["tensorhub_updater"] = updater
-    worker.model_runner = SimpleNamespace(model=updater._model, get_model=lambda: updater._model)
+    vars(updater.model)["tensorhub_updater"] = updater
+    worker.model_runner = SimpleNamespace(model=updater.model, get_model=lambda: updater.model)
     worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
     from vllm.v1.serial_utils import run_method
 
@@ -568,8 +568,8 @@ def test_a_method_of_a_worker_that_nobody_knows_is_told_by_the_bytes(method: str
     updater = engines("first", serve_from="live")
     hook(Worker)
     worker = Worker()
-    vars(updater._model)["tensorhub_updater"] = updater
-    worker.model_runner = SimpleNamespace(model=updater._model, get_model=lambda: updater._model)
+    vars(updater.model)["tensorhub_updater"] = updater
+    worker.model_runner = SimpleNamespace(model=updater.model, get_model=lambda: updater.model)
     worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
     with engines.trainer() as trainer:
         trainer.publish(1, toy_checkpoint(1.0))

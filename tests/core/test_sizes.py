@@ -24,9 +24,9 @@ CEILINGS = {
     "core/transports": 7_325,
     "openrlhf": 2_400,
     "verl": 3_450,
-    "vllm": 8_210,
+    "vllm": 8_290,
     "vllm/doctor": 860,
-    "vllm/worker": 5_150,
+    "vllm/worker": 5_265,
 }
 ROOM, ROOM_LINES = 0.1, 150  # below a ceiling, as a part of it or in lines: for changes that need no reason
 INIT_LINES_MAX = 40  # of a file beside the folders: __init__.py

@@ -120,5 +120,5 @@ def update(updater: Updater, version: int) -> dict[str, Any]:
 
 def value(updater: Updater) -> float:
     """Return the value that fills the whole model."""
-    (found,) = updater._model.fused.unique().tolist()
+    (found,) = updater.model.fused.unique().tolist()
     return found

@@ -33,6 +33,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from tensorhub_plugins.core import Client, TensorHubError, UsageError, start_server
+from tensorhub_plugins.vllm import drafts
 from tensorhub_plugins.vllm.doctor.engines import (
     EngineFailed,
     Process,
@@ -41,6 +42,7 @@ from tensorhub_plugins.vllm.doctor.engines import (
     plain_options,
     short,
 )
+from tensorhub_plugins.vllm.worker import draft
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 from tensorhub_plugins.vllm.worker.hidden import walk
 from tensorhub_plugins.vllm.worker.weights import digest, tensors
@@ -71,12 +73,15 @@ class Patient(TensorHubWorkerExtension):
 
     def tensorhub_everything(self) -> dict[str, str]:
         """Return the digest of every tensor and the value of every float of the model, by name."""
-        return {name: _told(value) for name, value in walk(self.model_runner.get_model())}
+        return {name: _told(value) for name, value in walk(self._with_draft())}
 
     def tensorhub_zero(self) -> None:
         """Zero every tensor that a copy from a peer writes."""
-        for tensor in tensors(self.model_runner.get_model()).values():
+        for tensor in tensors(self._with_draft()).values():
             tensor.zero_()
+
+    def _with_draft(self) -> torch.nn.Module:
+        return draft.together(self.model_runner.get_model(), draft.of_worker(self))
 
 
 def _told(value: torch.Tensor | float) -> str:
@@ -107,15 +112,15 @@ class Finding:
         return f"WRONG {self.what}: {self.wrong}" if self.wrong else f"ok    {self.what}"
 
 
-def check_sync(model: Path, start: Start) -> Iterator[Finding]:
-    """Yield findings as they are made; the first of the sync that is wrong is the last.
+def check_sync(model: Path, start: Start, **options: Any) -> Iterator[Finding]:
+    """Yield findings as they are made; the first of the sync that is wrong is the last. options: of the store.
 
     Raises UsageError when this model is refused, EngineFailed when vLLM cannot run it.
     """
     with ExitStack() as stack:
         hub = stack.enter_context(start_server())
         trainer = _Trainer(stack.enter_context(Client(hub.address, run=RUN, model=MODEL, replica="doctor")))
-        joining = {"hub": hub.address, "run": RUN, "model": MODEL, "serve_from": "live"}
+        joining = {"hub": hub.address, "run": RUN, "model": MODEL, "serve_from": "live", **options}
         weights = read_checkpoint(model)
 
         reference = start(model, {"disk": "only"})
@@ -390,9 +395,10 @@ def run(model: Path, settings: Mapping[str, Any]) -> int:
 
     settings: more options of vllm.LLM.
     """
-    status = 0
+    status, method = 0, (settings.get("speculative_config") or {}).get("method")
+    options = {"draft": "store"} if drafts.is_of_the_model(method) else {}
     try:
-        for finding in check_sync(model, starter(settings)):
+        for finding in check_sync(model, starter(settings), **options):
             print(finding, flush=True)
             status = 1 if finding.wrong else status
     except EngineFailed as error:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorhub_plugins.core import VersionRefused, same_bytes
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.vllm.worker import online
+from tensorhub_plugins.vllm.worker import draft, online
 from tensorhub_plugins.vllm.worker.fingerprint import ends_of, parallel_ranks
 from tensorhub_plugins.vllm.worker.plan import (
     Box,
@@ -205,14 +205,15 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
     heads = _ties_its_head(vllm_config)
     try:
         with torch.no_grad(), set_current_vllm_config(vllm_config), _stand_ins(model) as places:
-            return rehearse_in(places, model.load_weights, tensors, ends=ends, heads=heads)
+            return rehearse_in(places, partial(draft.load, model), tensors, ends=ends, heads=heads)
     except VersionRefused as error:
-        raise VersionRefused(error.message + online.advice(model, vllm_config, tensors)) from error
+        advice = online.advice(model, vllm_config, tensors) or draft.advice(error.message)
+        raise VersionRefused(error.message + advice) from error
 
 
 def rehearse_in(
     places: dict[int, Place],
-    load_weights: Any,
+    load_weights: Callable[[draft.Weights], Any],
     tensors: Mapping[str, torch.Tensor],
     *,
     ends: Callable[[str], tuple[bool, bool]],
@@ -223,7 +224,7 @@ def rehearse_in(
     recorder = _Recorder(places)
     with recorder:
         try:
-            load_weights(recorder.watched(tensors))
+            load_weights(draft.Again(partial(recorder.watched, tensors)))
         except Exception as error:
             raise VersionRefused(recorder.explain(error)) from error
     if recorder.wrong_kinds:

@@ -27,7 +27,7 @@ the checkpoint must come.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ import torch
 
 from tensorhub_plugins.core import Slab, TensorHubError, UsageError, copy_all, flat_bytes, progress, work
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.vllm.worker import cpu, online, partial, reload, weights
+from tensorhub_plugins.vllm.worker import cpu, draft, online, partial, reload, weights
 from tensorhub_plugins.vllm.worker.contract import some
 from tensorhub_plugins.vllm.worker.hidden import walk
 from tensorhub_plugins.vllm.worker.noise import Noise
@@ -244,12 +244,15 @@ class Conversion:
         in_place: frozenset[str] = frozenset(),
     ) -> None:
         """Reload these tensors, in the same order in all workers that quantize together."""
-        whole = partial.whole(given, sorted(names) if self._steps.together else names, self._device)
-        told = progress.of(whole, "the checkpoint is converted", len(names), "tensors")
+
+        def checkpoint() -> Iterator[tuple[str, torch.Tensor]]:
+            whole = partial.whole(given, sorted(names) if self._steps.together else names, self._device)
+            return work.counted(progress.of(whole, "the checkpoint is converted", len(names), "tensors"))
+
         how: dict[str, Any] = {} if layers is None else {"layers": layers}
         how |= {"in_place": in_place} if in_place else {}
         with online.in_step(self._model, self._steps):
-            reload.reload_checkpoint(self._model, self._vllm_config, work.counted(told), **how)
+            reload.reload_checkpoint(self._model, self._vllm_config, draft.Again(checkpoint), **how)
 
     @property
     def _device(self) -> torch.device:

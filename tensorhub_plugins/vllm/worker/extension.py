@@ -51,7 +51,7 @@ from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memo
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank, shares_experts
-from tensorhub_plugins.vllm.worker import adapters, addresses, cpu, fingerprint, need, online, progress, weights
+from tensorhub_plugins.vllm.worker import adapters, addresses, cpu, draft, fingerprint, need, online, progress, weights
 from tensorhub_plugins.vllm.worker.external_change import external_change
 from tensorhub_plugins.vllm.worker.methods import CHANGE_WEIGHTS, may_change_weights
 from tensorhub_plugins.vllm.worker.updater import Updater
@@ -60,6 +60,7 @@ from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather, fi
 logger = get_logger(__name__)
 
 TIMEOUT_S = 60.0
+BEGIN = "tensorhub_begin"  # in a model: what gets its first version, once the worker has all of its models
 
 
 class TensorHubWorkerExtension:
@@ -92,7 +93,7 @@ class TensorHubWorkerExtension:
             )
         if parsed.lora:
             raise UsageError("adapters are joined by tensorhub_connect_adapters, and the weights of their engine stay")
-        updater = join(parsed, self.model_runner.get_model(), self.vllm_config)
+        updater = join(parsed, self.model_runner.get_model(), self.vllm_config, draft.of_worker(self))
         size_bytes = sum(tensor.nbytes for tensor in weights.tensors(self.model_runner.get_model()).values())
         return {
             "layout": updater.position.layout,
@@ -188,25 +189,45 @@ def learn_secret(secret: str | None) -> None:
 # --- how a model gets its updater ---
 
 
-def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any) -> Updater:
+def join(
+    config: WorkerConfig, model: torch.nn.Module, vllm_config: Any, drafting: torch.nn.Module | None = None
+) -> Updater:
     """Join the store with this worker's model, in all workers of the engine at once; UsageError says what cannot work.
 
+    drafting: the model that drafts for it, if this worker has one.
     The updater belongs to the model from then on (see `attached`), and replaces a former one.
     """
     import vllm
 
     names.check_version(vllm.__version__)
     _check_supported(model, vllm_config, lora=bool(config.lora))
+    whole = draft.together(model, _followed_draft(config, drafting, vllm_config))
     gather, shard = engine_gather(vllm_config)
     # Every worker takes part before anything can fail on one of them alone.
     config = msgspec.structs.replace(config, replica=first_name(gather, config.replica))
-    prints = gather(fingerprint.fingerprint(model, vllm_config, ranks=fingerprint.parallel_ranks(vllm_config)))
+    prints = gather(fingerprint.fingerprint(whole, vllm_config, ranks=fingerprint.parallel_ranks(vllm_config)))
     position = ShardPosition(shard, len(prints), fingerprint.replica_layout(prints))
     leave(model)
-    updater = Updater(config, model, vllm_config, position, gather)
+    updater = Updater(config, whole, vllm_config, position, gather)
     vars(model)["tensorhub_updater"] = updater
     logger.info("%s/%d of %d: %s", config.replica, position.shard, position.shard_count, position.layout)
     return updater
+
+
+def _followed_draft(config: WorkerConfig, drafting: torch.nn.Module | None, vllm_config: Any) -> torch.nn.Module | None:
+    """Return the draft if versions bring its weights; else say what becomes of it."""
+    source = drafts.source_in(vllm_config, config.draft)
+    method = getattr(getattr(vllm_config, "speculative_config", None), "method", None)
+    if source == "disk":
+        logger.warning(
+            "speculative decoding (%s): the draft keeps the weights it was started with. Answers stay those of the new "
+            "version, but fewer drafts are accepted as it moves on%s",
+            method,
+            '. With option draft="store" versions bring it' if drafts.is_of_the_model(method) else "",
+        )
+    if source == "store" and drafting is None and fingerprint.group_of("pp").is_last_rank:
+        raise UsageError(f'this vLLM does not show what drafts ({method}): set option draft="disk"')
+    return drafting if source == "store" else None
 
 
 def leave(model: torch.nn.Module | None, *, hands_over: bool = False) -> None:
@@ -271,6 +292,7 @@ def hook(worker_class: type) -> None:
         "wake_up": _wake_up,
         "discard": _discard,
         "load_model": _load_again,
+        "get_kv_cache_spec": _begin,  # what an engine asks all of its workers first, once they have their models
     }
     only_read = getattr(worker_class, "tensorhub_leave_weights", ())
     for name in dir(worker_class):
@@ -294,6 +316,13 @@ def _around(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 def _load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
     with cpu.live_layers():
         return type(worker).load_model(worker, *args, **kwargs)
+
+
+def _begin(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    begin = vars(_model(worker) or worker).pop(BEGIN, None)
+    if begin is not None:
+        begin(draft.of_worker(worker))
+    return original(*args, **kwargs)
 
 
 def _warm_up(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
@@ -359,7 +388,7 @@ def _external_change(name: str, original: Any, worker: Any, *args: Any, **kwargs
     if updater is None or (ours and name == "start_weight_update"):
         return original(*args, **kwargs)
     is_certain = name in CHANGE_WEIGHTS
-    with external_change(updater, name, worker.model_runner.get_model(), worker.vllm_config, is_certain=is_certain):
+    with external_change(updater, name, worker.vllm_config, is_certain=is_certain):
         return original(*args, **kwargs)
 
 
@@ -447,7 +476,6 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any, *, lora: bool = F
     progress.check()
     online.check(model, vllm_config)
     cpu.check_layers(model, vllm_config)
-    _check_drafts(vllm_config)
 
 
 def _check_ranks(vllm_config: Any) -> None:
@@ -460,16 +488,3 @@ def _check_ranks(vllm_config: Any) -> None:
         )
     if getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
         raise UsageError("elastic expert parallelism moves experts between workers at run time: leave it off")
-
-
-def _check_drafts(vllm_config: Any) -> None:
-    speculative = getattr(vllm_config, "speculative_config", None)
-    method = getattr(speculative, "method", None)
-    load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-    drafts.check(method, load_config.load_format, remedy="leave --speculative-config out, or read the weights")
-    if drafts.has_weights(method):
-        logger.warning(
-            "speculative decoding (%s): the draft keeps the weights it was started with. Answers stay those of the new "
-            "version, but fewer drafts are accepted as it moves on",
-            method,
-        )

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from tensorhub_plugins.core import Slab
 from tensorhub_plugins.vllm.config import shares_experts
 from tensorhub_plugins.vllm.worker import weights
@@ -17,24 +15,22 @@ from tensorhub_plugins.vllm.worker.votes import anyone
 
 
 @contextmanager
-def external_change(
-    updater: Updater, what: str, model: torch.nn.Module, vllm_config: Any, *, is_certain: bool = True
-) -> Iterator[None]:
+def external_change(updater: Updater, what: str, vllm_config: Any, *, is_certain: bool = True) -> Iterator[None]:
     """Wrap such a change, in all workers of the engine at once: no peer reads the weights meanwhile, and afterwards
     they are no version of the store. If it fails they are unchanged and served as before, or broken.
 
     is_certain: it changes them, now or later on; else only if their bytes differ afterwards."""
     updater.before_external_change(what)
-    before = Slab.adopt(weights.tensors(model)).manifest()
+    before = Slab.adopt(weights.tensors(updater.model)).manifest()
     reason = ""
     try:
-        with preserved(model):
+        with preserved(updater.model):
             yield
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        changed = (is_certain and not reason) or bool(Slab.adopt(weights.tensors(model)).damaged(before))
+        changed = (is_certain and not reason) or bool(Slab.adopt(weights.tensors(updater.model)).damaged(before))
         if not shares_experts(vllm_config):  # whose ranks are not asked at once
             failed, changed = anyone(updater.gather, bool(reason)), anyone(updater.gather, changed)
             reason = reason or "another worker of this engine failed" * failed

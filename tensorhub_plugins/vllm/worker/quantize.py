@@ -11,12 +11,13 @@ runtime layout, so that its peers do not quantize again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from tensorhub_plugins.core import TensorTable, VersionRefused, copy_all
-from tensorhub_plugins.vllm.worker import contract
+from tensorhub_plugins.vllm.worker import contract, draft
 from tensorhub_plugins.vllm.worker.plan import Given, Held, Lazy, Plan, Region, Shapes, apart, specs_of
 
 FP8 = torch.float8_e4m3fn
@@ -166,8 +167,7 @@ def cast_to_fp8(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, 
         recorder = contract._Recorder(places)
         with recorder:
             try:
-                load_weights: Any = model.load_weights
-                load_weights(recorder.watched(tensors))
+                draft.load(model, draft.Again(partial(recorder.watched, tensors)))
             except Exception as error:
                 raise VersionRefused(recorder.explain(error)) from error
     return frozenset(recorder.cast_to_fp8)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tensorhub_plugins.core import synchronize
-from tensorhub_plugins.vllm.worker import cpu, weights
+from tensorhub_plugins.vllm.worker import cpu, draft, weights
 from tensorhub_plugins.vllm.worker.preserved import preserved
 from tensorhub_plugins.vllm.worker.references import rebound_references
 
@@ -40,8 +40,7 @@ def reload_checkpoint(
         cpu.forget_expert_kernels(model, layers)
         with defined_paddings(), loaded_in_place(model, in_place), without_false_alarms(), rebound_references(model):
             initialize_layerwise_reload(model)
-            load_weights: Any = model.load_weights
-            load_weights(checkpoint)
+            draft.load(model, checkpoint)
             finalize_layerwise_reload(model, vllm_config.model_config)
         cpu.refresh_convolutions(model)
     synchronize(model.parameters())

@@ -56,7 +56,7 @@ class Updater:
         self, config: WorkerConfig, model: torch.nn.Module, vllm_config: Any, position: ShardPosition, gather: Gather
     ) -> None:
         self.config, self.position = config, position
-        self._model, self._vllm_config, self.gather = model, vllm_config, gather
+        self.model, self._vllm_config, self.gather = model, vllm_config, gather
         self._name = f"{config.replica}/{position.shard}"
         self._lock = threading.Lock()  # guards the state; held briefly
         self._state = UpdateState(serves_live=config.source == "live")
@@ -265,7 +265,7 @@ class Updater:
 
     def digests(self) -> dict[str, Any]:
         """Return layout, version, and the digests of every live tensor by name (digests.py)."""
-        of_tensors = digests.of_live(self._model, self._vllm_config)
+        of_tensors = digests.of_live(self.model, self._vllm_config)
         return {"layout": self.position.layout, "version": self._state.version, **of_tensors}
 
     def close(self, *, hands_over: bool = False) -> None:
@@ -308,7 +308,7 @@ class Updater:
         assert staged.fetched is not None
         try:
             if staged.fetched.layout == self.position.layout:
-                weights.check_same_tensors(weights.tensors(self._model), staged.fetched.tensors())
+                weights.check_same_tensors(weights.tensors(self.model), staged.fetched.tensors())
             else:
                 self._check(staged.fetched)
         except VersionRefused as error:
@@ -480,11 +480,11 @@ class Updater:
         if staged.fetched is None:
             staged = self._read_in_place(version, deadline)
             if staged.fetched is None:
-                weights.refresh_scalars(self._model)
+                weights.refresh_scalars(self.model)
                 return None
         if staged.fetched.layout == self.position.layout:
-            weights.copy_tensors(weights.tensors(self._model), staged.fetched.tensors())
-            weights.refresh_scalars(self._model)
+            weights.copy_tensors(weights.tensors(self.model), staged.fetched.tensors())
+            weights.refresh_scalars(self.model)
             return None
         try:
             return self._convert(staged.fetched)
@@ -506,7 +506,7 @@ class Updater:
 
     def _read_in_place(self, version: int, deadline: Deadline) -> Staged:
         """Read into the live weights, to be served there; or fetch the checkpoint, if no peer has our layout."""
-        live, in_host_memory = weights.tensors(self._model), self.config.source == "host"
+        live, in_host_memory = weights.tensors(self.model), self.config.source == "host"
         try:
             # Half of the time: it may run out before the hub has noticed that a peer is dead.
             first = Deadline.after(deadline.remaining() / 2)
@@ -550,7 +550,7 @@ class Updater:
         try:
             # Nothing writes the weights meanwhile: the next install waits for this thread.
             if (self.config.verify or run_log.enabled()) and not digests.verify(
-                self._name, self._model, self.position.layout, self.position.shard, staged
+                self._name, self.model, self.position.layout, self.position.shard, staged
             ):
                 self.mark_broken(f"the live weights are not those of version {staged.version} any more")
                 logger.error("%s: %s", self._name, self._state.broken)
@@ -563,7 +563,7 @@ class Updater:
         if self._conversion.hidden:
             return
         in_host_memory = self.config.source == "host"
-        live = weights.tensors(self._model)
+        live = weights.tensors(self.model)
         # Staged bytes are offered since they arrived, live ones since they were read in place, and after a sleep a copy
         # may be, because it was the last.
         key = ShardKey(version, layout, self.position.shard, self.position.shard_count)

@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from tensorhub_plugins.core import UsageError, copy_all, flat_bytes, in_memory_order, on_host, without_aliases
+from tensorhub_plugins.vllm.worker import draft
 
 # Tensors that layers keep as plain attributes: the matrices MLA absorbs (names differ by version and back
 # end), and the unpacked convolution weight of the CPU build. Everything else a model computes with is a
@@ -138,9 +139,9 @@ def digest(tensor: torch.Tensor) -> str:
 def checkpoint_view(model: torch.nn.Module, vllm_config: Any) -> dict[str, torch.Tensor] | None:
     """Return the live weights under their Hugging Face names, as views; None where the names are unknown.
 
-    For unquantized dense models on one worker, whose fused tensors are plain concatenations. A tied head appears under
-    its own name too, after what it is tied to. So an engine can be compared with what the trainer published, and
-    `conversion` knows where to copy.
+    For unquantized dense models on one worker, whose fused tensors are plain concatenations; without what drafts for
+    them. A tied head appears under its own name too, after what it is tied to. So an engine can be compared with what
+    the trainer published, and `conversion` knows where to copy.
     """
     parallel = vllm_config.parallel_config
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
@@ -150,6 +151,8 @@ def checkpoint_view(model: torch.nn.Module, vllm_config: Any) -> dict[str, torch
     packed = getattr(model, "packed_modules_mapping", {})
     view: dict[str, torch.Tensor] = {}
     for module_name, module in model.named_modules():
+        if module_name.startswith(draft.NAME):
+            continue
         for parameter_name, parameter in module.named_parameters(recurse=False):
             parts = _parts(module_name, module, parameter_name, parameter.detach(), packed)
             if parts is None:
