@@ -244,15 +244,16 @@ class Conversion:
         in_place: frozenset[str] = frozenset(),
     ) -> None:
         """Reload these tensors, in the same order in all workers that quantize together."""
-
-        def checkpoint() -> Iterator[tuple[str, torch.Tensor]]:
-            whole = partial.whole(given, sorted(names) if self._steps.together else names, self._device)
-            return work.counted(progress.of(whole, "the checkpoint is converted", len(names), "tensors"))
-
         how: dict[str, Any] = {} if layers is None else {"layers": layers}
         how |= {"in_place": in_place} if in_place else {}
         with online.in_step(self._model, self._steps):
-            reload.reload_checkpoint(self._model, self._vllm_config, draft.Again(checkpoint), **how)
+            reload.reload_checkpoint(
+                self._model, self._vllm_config, draft.Again(lambda: self._given(given, names)), **how
+            )
+
+    def _given(self, given: Given, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        whole = partial.whole(given, sorted(names) if self._steps.together else names, self._device)
+        return work.counted(progress.of(whole, "the checkpoint is converted", len(names), "tensors"))
 
     @property
     def _device(self) -> torch.device:
