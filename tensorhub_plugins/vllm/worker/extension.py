@@ -189,13 +189,10 @@ def learn_secret(secret: str | None) -> None:
 # --- how a model gets its updater ---
 
 
-def join(
-    config: WorkerConfig, model: torch.nn.Module, vllm_config: Any, drafting: torch.nn.Module | None = None
-) -> Updater:
+def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any, drafting: Any = None) -> Updater:
     """Join the store with this worker's model, in all workers of the engine at once; UsageError says what cannot work.
 
-    drafting: the model that drafts for it, if this worker has one.
-    The updater belongs to the model from then on (see `attached`), and replaces a former one.
+    The updater belongs to the model from then on (see `attached`), and replaces a former one. drafting: see draft.py.
     """
     import vllm
 
