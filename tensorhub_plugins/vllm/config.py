@@ -30,8 +30,8 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
     # LoRA adapters that the engine takes from the store: the models of their histories, which are also what requests
     # call them. The base weights stay what the engine started with. See lora.py.
     lora: tuple[str, ...] = ()
-    # Where the weights of MTP heads come from that draft for the model, see drafts.py. None: from the store, if nobody
-    # has read them.
+    # Where the weights of MTP heads come from that draft for the model, see drafts.py. None: from the store, if they
+    # are not read at the start.
     draft: Source | None = None
     connect_timeout_s: float = 10.0  # for the hub's first answer
     drain_timeout_s: float = 30.0  # for readers of the live weights before an install; then they are cut off

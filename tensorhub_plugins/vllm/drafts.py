@@ -3,8 +3,8 @@
     "store"   MTP heads of the model itself: versions hold them, and both change at once (worker/draft.py)
     "disk"    as they were read at the start. Answers stay right, and fewer drafts are accepted as the policy moves on
 
-A draft that nobody reads and no version brings would keep random weights, of which hardly any draft is accepted: that
-is refused, by workers (worker/extension.py) and before a run by the adapters of frameworks.
+A draft that is not read, and that no version brings, would keep random weights, of which hardly any draft is accepted:
+that is refused, by workers (worker/extension.py) and before a run by the adapters of frameworks.
 """
 
 from __future__ import annotations
