@@ -166,5 +166,7 @@ def is_further_rank(vllm_config: Any) -> bool:
 
 
 def shares_experts(vllm_config: Any) -> bool:
-    """Return whether the engine consists of several data parallel ranks: vLLM says so of mixtures of experts only."""
-    return bool(getattr(vllm_config.parallel_config, "data_parallel_size", 1) > 1)
+    """Return whether the engine consists of several data parallel ranks of a mixture of experts. A dense model's are
+    engines of their own; what serves them has the number of all in its configuration, they have 1."""
+    is_moe = getattr(getattr(vllm_config, "model_config", None), "is_moe", True)
+    return bool(getattr(vllm_config.parallel_config, "data_parallel_size", 1) > 1 and is_moe)

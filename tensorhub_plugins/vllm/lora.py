@@ -13,6 +13,7 @@ belongs to another base, is refused by name.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"  # also the name of its tensor, uint8 of shape (length of the JSON text,)
 COUNT, BASE = "tensorhub_tensors", "tensorhub_base"  # what is added to the configuration
 PATH = "/tensorhub/"  # of an adapter in vLLM's requests; nothing is on any disk there
-FIRST_ID = 1_000_000  # of the store's adapters in vLLM, which counts those that users load from 1
+FIRST_ID, IDS = 1_000_000, 2_000_000_000  # of the store's adapters in vLLM, which counts those of users from 1
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initial values that PEFT also takes from the base
 # Settings of PEFT that compute something else from the same matrices, or have another base; vLLM ignores them.
 OTHER_KINDS = (
@@ -86,12 +87,11 @@ def adapter_of(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Ten
     return adapter, config
 
 
-def lora_request(name: str, names: tuple[str, ...] = ()) -> Any:
-    """Return vLLM's LoRARequest for this adapter of the store, for `LLM.generate` and AsyncLLM. names: all adapters of
-    the engine, in the order of its option "lora"."""
+def lora_request(name: str) -> Any:
+    """Return vLLM's LoRARequest for this adapter of the store, for `LLM.generate` and AsyncLLM."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(name, FIRST_ID + (names or (name,)).index(name), f"{PATH}{name}")
+    return LoRARequest(name, FIRST_ID + zlib.crc32(name.encode()) % IDS, f"{PATH}{name}")
 
 
 def offer(models: Any, vllm_config: Any) -> None:
@@ -105,7 +105,7 @@ def offer(models: Any, vllm_config: Any) -> None:
             f"requests for {taken[0]!r} would be answered without the adapter, for the base model is served under that "
             "name, too: give another --served-model-name"
         )
-    models.lora_requests.update({name: lora_request(name, names) for name in names})
+    models.lora_requests.update({name: lora_request(name) for name in names})
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:

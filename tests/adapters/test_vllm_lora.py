@@ -102,11 +102,14 @@ def test_the_base_model_does_not_answer_under_the_name_of_an_adapter() -> None:
         load_config=SimpleNamespace(model_loader_extra_config=extra),
         lora_config=SimpleNamespace(max_cpu_loras=1),
         instance_id="i",
-        parallel_config=SimpleNamespace(),
+        parallel_config=SimpleNamespace(data_parallel_size=2),  # of a dense model, as its server has it
+        model_config=SimpleNamespace(is_moe=False),
     )
     models = SimpleNamespace(lora_requests={}, is_base_model=lambda name: name == "actor")
     lora.offer(models, config)
-    assert models.lora_requests.keys() == {NAME}
+    assert models.lora_requests == {NAME: lora.lora_request(NAME)}
+    numbers = {lora.lora_request(name).lora_int_id for name in (NAME, OTHER, "")}  # vLLM goes by these alone
+    assert len(numbers) == 3 and min(numbers) >= lora.FIRST_ID and max(numbers) < 2**31
     models.is_base_model = lambda name: name in ("actor", NAME)
     with pytest.raises(UsageError, match="give another --served-model-name"):
         lora.offer(models, config)
@@ -156,8 +159,7 @@ def near(logprobs: list[float], wanted: list[float]) -> bool:
 
 def agrees(engine: Engine, trained: Trained, name: str = NAME, *, adapter: bool = True) -> bool:
     """Return whether the engine's log-probabilities are those of the trainer's adapter as it is now."""
-    request = [name, [NAME, OTHER]] if adapter else None
-    tokens, logprobs = engine.ask("with_adapter", PROMPT, TOKENS, request)
+    tokens, logprobs = engine.ask("with_adapter", PROMPT, TOKENS, name if adapter else None)
     wanted = trained.logprobs(PROMPT, tokens, adapter=adapter)
     return near(logprobs, wanted)
 
@@ -181,7 +183,7 @@ def test_log_probabilities_are_the_trainers_at_every_version(stage: tuple[Engine
     assert not agrees(engine, trained), "the control: another version's are not"
     trained.step(3)
     # vLLM forgets it, as when others push it out, and asks for it again by its path.
-    assert engine.ask("rpc", "remove_lora", (lora.FIRST_ID,)) == [True]
+    assert engine.ask("rpc", "remove_lora", (lora.lora_request(NAME).lora_int_id,)) == [True]
     assert agrees(engine, trained) and agrees(engine, trained)
 
 

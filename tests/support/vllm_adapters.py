@@ -119,13 +119,17 @@ def layers(folder: Path, name: str) -> Iterator[Layers]:
 
 def swapped(folder: Path, name: str) -> dict[str, Any]:
     """Return what comes of updates, of one that fails half way, and of adapters that vLLM pushes out."""
-    trained, found = Trained(folder), {}
+    from tensorhub_plugins.core import run_log
+
+    trained, found, told = Trained(folder), {}, set[str]()
+    run_log.record = lambda event, worker, **_: told.add(worker)
     with layers(folder, name) as worker:
         for version in (1, 2, 3):
             tensors = trained.step(version)
             result = worker.update(version, tensors)
             found[f"update {version}"] = bool(result["installed"] and worker.has(tensors))
         found["control"] = not worker.has(trained.step(4))
+        found["its name in the journal"] = f"engine.{name}/0" in told and "engine/0" not in told
         served = {key.version for key in worker.updater._client.serving()}
         found["serves it, and the one before no longer"] = served == {3}
         found["bytes"] = result["report"]["size_bytes"]

@@ -324,12 +324,12 @@ class _Host:
             self.outputs[f"{prefix}{k}"] = []
 
     def with_adapter(self, prompt: list[int], tokens: int, adapter: Any) -> tuple[list[int], list[float]]:
-        """Return a greedy continuation and its log-probabilities. adapter: its name, and those of all; None: none."""
+        """Return a greedy continuation and its log-probabilities. adapter: its name; None: none."""
         from vllm import SamplingParams
 
         from tensorhub_plugins.vllm.lora import lora_request
 
-        request = None if adapter is None else lora_request(adapter[0], tuple(adapter[1]))
+        request = None if adapter is None else lora_request(adapter)
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
         prompts = [{"prompt_token_ids": prompt}]
         answer = self.llm.generate(prompts, params, lora_request=request, use_tqdm=False)[0].outputs[0]

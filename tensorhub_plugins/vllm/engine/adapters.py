@@ -80,7 +80,11 @@ class AdapterFollowers:
     def __init__(self, core: Core, joining: WorkerConfig, how: FollowConfig) -> None:
         turn = threading.Lock()
         self.each = {
-            name: CoreFollower(OneAdapter(core, name, turn), msgspec.structs.replace(joining, model=name), how)
+            name: CoreFollower(
+                OneAdapter(core, name, turn),
+                msgspec.structs.replace(joining, model=name),
+                msgspec.structs.replace(how, worker=f"{joining.replica}.{name}"),
+            )
             for name in joining.lora
         }
 

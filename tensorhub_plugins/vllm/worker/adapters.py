@@ -59,7 +59,7 @@ class AdapterUpdater(Updater):
         """Join the adapter's history. manager: vLLM's worker_manager of the model runner."""
         replica = f"{config.replica}-{shard}" if shard else config.replica
         changes = {"model": name, "replica": replica, "install": "staged", "serve_from": "host"}
-        self.name, self.request = name, lora_request(name, config.lora)
+        self.name, self.request = name, lora_request(name)
         self._manager, self._facts = manager, facts_of(vllm_config.model_config.hf_config)
         self._built: tuple[int, Any] = (0, None)  # the version that arrived last, and vLLM's LoRAModel of it
         self._live: tuple[int, Any] = (0, None)  # the same, of the installed one
@@ -70,6 +70,7 @@ class AdapterUpdater(Updater):
         super().__init__(
             msgspec.structs.replace(config, **changes), manager._adapter_manager.model, vllm_config, position, gather
         )
+        self._name = f"{config.replica}.{name}/{shard}"  # in the journal, beside the other adapters of this engine
 
     def _know(self, model: torch.nn.Module, vllm_config: Any) -> None:
         """Prepare for an adapter instead of weights."""
@@ -102,6 +103,9 @@ class AdapterUpdater(Updater):
         """Have this worker's LoRA manager take the store's adapters from here, and read them from memory."""
         manager, others = self._manager, self._manager._load_adapter
         known: dict[int, AdapterUpdater] = vars(manager).setdefault("tensorhub_adapters", {})
+        other = known.get(self.request.lora_int_id, self)
+        if other.name != self.name:
+            raise UsageError(f"vLLM could not tell adapters {other.name!r} and {self.name!r} apart: rename one of them")
         is_first, known[self.request.lora_int_id] = not known, self
         if not is_first:
             return
@@ -230,9 +234,10 @@ class AdapterUpdater(Updater):
 def misfits(built: Any, manager: Any, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what of vLLM's LoRAModel does not fit the model's modules, in words; vLLM ignores a module that is not
     there, and takes a matrix that is too small."""
-    places = {part: (module, place) for module in manager.modules for place, part in enumerate(_parts(manager, module))}
+    parts = {module: manager.packed_modules.get(module, [module]) for module in manager.modules}
+    places = {name: (module, place) for module, names in parts.items() for place, name in enumerate(names)}
     if getattr(manager, "is_pooling_model", False):  # vLLM takes these without the name of what has the head
-        places |= {part.removeprefix("model."): place for part, place in places.items()}
+        places |= {name.removeprefix("model."): place for name, place in places.items()}
     if not built.loras:
         yield "it has no matrix of any module"
     for name, matrices in built.loras.items():
@@ -255,13 +260,9 @@ def misfits(built: Any, manager: Any, config: Mapping[str, Any]) -> Iterator[str
         elif rank != config["r"] and not any(config.get(pattern) for pattern in PATTERNS):
             yield f"{name} has rank {rank}, and the configuration says r={config['r']}"
         given = matrices.lora_a.shape[1], matrices.lora_b.shape[0]
-        wanted = _sizes(manager.modules[module], place, len(_parts(manager, module)))
+        wanted = _sizes(manager.modules[module], place, len(parts[module]))
         if wanted is not None and given != wanted:
             yield f"{name} is from {given[0]} to {given[1]}, and the model's from {wanted[0]} to {wanted[1]}"
-
-
-def _parts(manager: Any, module: str) -> list[str]:
-    return list(manager.packed_modules.get(module, [module]))
 
 
 def _sizes(wrapped: Any, place: int, parts: int) -> tuple[int, int] | None:
