@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help fuzz env docs demo demo-elastic demo-openrlhf check quick test test-all test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-fleet \
+.PHONY: help fuzz env docs demo demo-elastic demo-openrlhf check quick test test-all test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-trl test-fleet \
 	test-deploy test-rdma test-gpu bench-gpu test-sim chaos mutants lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
@@ -70,7 +70,7 @@ test-long: ## the longest: whole runs in every mode, vLLM as a server, every mod
 
 # Of the simulator, the seeds of which `test` has those that show the most.
 test-all: SEEDS = 1000
-test-all: test test-sim test-heavy test-deploy test-rdma test-long test-openrlhf test-versions test-gpu mutants ## everything, for a night and before a release
+test-all: test test-sim test-heavy test-deploy test-rdma test-long test-openrlhf test-trl test-versions test-gpu mutants ## everything, for a night and before a release
 
 test-verl: ## whole verl runs in every mode (about 10 minutes on two quiet cores)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
@@ -107,6 +107,11 @@ test-openrlhf: ## the tests that run OpenRLHF, in its own environment
 	@$(IN_ENV); export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PYTHONPATH="$$PWD/recipes/cpu/openrlhf"
 	export OUT="$${OUT:-$$PWD/out}" # compiled extensions and models are kept from one run to the next
 	python -m pytest -x -v tests/adapters/test_openrlhf_*.py
+
+test-trl: ## TRL's trainer with servers that pull: the door, and a whole run (TRL is fetched)
+	@$(IN_ENV); [ -d .envs/trl/trl ] || python -m pip -q install --no-deps --target .envs/trl trl==1.16.0
+	export OMP_NUM_THREADS=1 PYTHONPATH="$$PWD/.envs/trl"
+	python -m pytest -v tests/adapters/test_trl.py
 
 fuzz: ## every decoder and both ports against mutated messages, with a new seed (10 minutes)
 	@$(IN_ENV); export OMP_NUM_THREADS=1 TENSORHUB_FUZZ_S="$${TENSORHUB_FUZZ_S:-600}" TENSORHUB_FUZZ_SEED="$${TENSORHUB_FUZZ_SEED:-$$RANDOM}"

@@ -30,6 +30,7 @@ MENU: dict[str, list[str]] = {
         "recipes/verl_grpo/README.md",
         "recipes/openrlhf_grpo/README.md",
         "recipes/vllm_serve/README.md",
+        "recipes/trl_grpo/README.md",
         "recipes/demo/README.md",
         "docs/sizing.md",
     ],
