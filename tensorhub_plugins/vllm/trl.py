@@ -27,9 +27,8 @@ from urllib.request import urlopen
 
 import torch
 
-from tensorhub_plugins.core import Client, Publisher, UsageError
+from tensorhub_plugins.core import Client, Publisher, UsageError, version_label
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.core.types import version_label
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.checkpoint_names import Step
 
