@@ -225,7 +225,7 @@ def test_a_swap_that_fails_half_way_is_undone(model: Path) -> None:
     found = alone(swapped, model, NAME)
     assert "is not one of the store's here" in found.pop("another's path")
     assert found.pop("bytes") < 100_000  # of the adapter; the model has 1.5 MB
-    assert found.pop("half way") == (False, "RuntimeError: out of memory", None, 3)
+    assert found.pop("half way") == (False, "RuntimeError: out of memory", None, 4)
     installed, error, broken, version = found.pop("no place")
     assert (installed, broken, version) == (False, None, 5) and "pinned" in error
     assert all(found.values()), found

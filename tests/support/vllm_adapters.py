@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -124,14 +125,15 @@ def swapped(folder: Path, name: str) -> dict[str, Any]:
     trained, found, told = Trained(folder), {}, set[str]()
     run_log.record = lambda event, worker, **_: told.add(worker)
     with layers(folder, name) as worker:
-        for version in (1, 2, 3):
+        found["waits for the next try"] = waits_for_the_next_try(worker, trained.step(0))
+        for version in (2, 3, 4):
             tensors = trained.step(version)
             result = worker.update(version, tensors)
             found[f"update {version}"] = bool(result["installed"] and worker.has(tensors))
-        found["control"] = not worker.has(trained.step(4))
+        found["control"] = not worker.has(trained.step(9))
         found["its name in the journal"] = f"engine.{name}/0" in told and "engine/0" not in told
         served = {key.version for key in worker.updater._client.serving()}
-        found["serves it, and the one before no longer"] = served == {3}
+        found["serves it, and the one before no longer"] = served == {4}
         found["bytes"] = result["report"]["size_bytes"]
         worker.updater._manager.remove_adapter(worker.updater.request.lora_int_id)
         found["gone"] = not worker.has(tensors)
@@ -166,6 +168,30 @@ def swapped(folder: Path, name: str) -> dict[str, Any]:
         except ValueError as error:
             found["another's path"] = str(error)
     return found
+
+
+def waits_for_the_next_try(worker: Layers, tensors: dict[str, Any]) -> bool:
+    """Return whether a first one that cannot be swapped in is not tried again as fast as that fails."""
+    from tensorhub_plugins.vllm.worker import adapters
+
+    tries: list[int] = []
+
+    def activate_adapter(number: int) -> bool:
+        tries.append(number)
+        raise RuntimeError("out of memory")
+
+    def sleep(seconds: float) -> None:
+        raise InterruptedError
+
+    worker.manager.activate_adapter, adapters.time = activate_adapter, SimpleNamespace(sleep=sleep)
+    worker.trainer.publish(1, tensors)
+    try:
+        worker.updater.install_first(5.0)
+    except InterruptedError:
+        return len(tries) == 1
+    finally:
+        del worker.manager.activate_adapter
+    return False
 
 
 def _renamed(request: Any) -> Any:

@@ -14,6 +14,7 @@ The base weights are none of this: they stay what the engine started with.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from functools import wraps
@@ -47,6 +48,7 @@ logger = get_logger(__name__)
 
 # The tensors and the configuration of which vLLM builds now, in this thread.
 _building: ContextVar[tuple[dict[str, torch.Tensor], dict[str, Any]] | None] = ContextVar("building", default=None)
+RETRY_S = 1.0  # before the first version is tried again
 PATTERNS = ("rank_pattern", "alpha_pattern")  # of modules with a rank or scaling of their own; vLLM since 0.31
 
 
@@ -86,8 +88,7 @@ class AdapterUpdater(Updater):
                 version = self.resolve(deadline.remaining(), refused)
             except NotPublished as error:
                 why = "".join(f"; version {each} was refused: {reason}" for each, reason in refused.items())
-                text = f"adapter {self.name}: {error.message}{why}"
-                raise NotPublished(text, timeout_s=wait_s) from error
+                raise NotPublished(f"adapter {self.name}: {error.message}{why}", timeout_s=wait_s) from error
             result = self.update(version, deadline.remaining())
             if not anyone(self.gather, not result["installed"]):
                 return
@@ -96,6 +97,8 @@ class AdapterUpdater(Updater):
                 refused[version] = str(result["error"])
             elif anyone(self.gather, deadline.expired):
                 raise TensorHubError(f"adapter {self.name}: {result['error']}", version=version, timeout_s=wait_s)
+            else:
+                time.sleep(min(RETRY_S, deadline.remaining()))
 
     # --- what vLLM reads ---
 
@@ -137,8 +140,7 @@ class AdapterUpdater(Updater):
         from vllm.lora.worker_manager import WorkerLoRAManager
 
         adapter, config = adapter_of(tensors)
-        wrong = differences(self._facts, config.get(BASE, {}))
-        if wrong:
+        if wrong := differences(self._facts, config.get(BASE, {})):
             raise VersionRefused(f"the adapter is of another base model: {'; '.join(wrong)}")
         _check_patterns(config)
         others = [f"{name} {tensor.dtype}" for name, tensor in adapter.items() if not tensor.is_floating_point()]
