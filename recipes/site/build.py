@@ -50,6 +50,7 @@ MENU: dict[str, list[str]] = {
         "docs/guarantees.md",
         "docs/serving.md",
         "docs/lora.md",
+        "docs/slime.md",
         "recipes/conformance/README.md",
         "docs/comparison.md",
         "tensorhub_plugins/core/README.md",

@@ -1,0 +1,245 @@
+"""Version folders that travel through the store, for frameworks that hand weights over as files: slime and miles.
+
+    trainer   --update-weight-disk-dir DIR --custom-update-weight-post-write-path tensorhub_plugins.core.folders.publish
+    engines   --sglang-custom-pull-weights-pre-read-hook tensorhub_plugins.core.folders.fetch
+    both      TENSORHUB_HUB=tcp://hub:7070, TENSORHUB_RUN=NAME
+
+DIR is then a folder of each host's own disk. The trainer's ranks offer the files that they have written, as they lie
+there; each rollout host reads a folder from the nearest host that has it, and offers it to the next. A file is a tensor
+of bytes: what is in it, a whole checkpoint or slime's own delta of one, is the framework's affair. A folder appears
+under its name when all of it is there. Of a delta the folders that it builds on come, too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.core.client.client import Client
+from tensorhub_plugins.core.client.reports import Fetched
+from tensorhub_plugins.core.deadline import Deadline
+from tensorhub_plugins.core.errors import NotPublished, UsageError, VersionRefused
+from tensorhub_plugins.core.types import CHECKPOINT, attempt_of, step_of, version_of
+
+FOLDER = re.compile(r"weight_v(\d+)")  # by both frameworks
+LISTED = ".tensorhub/files"  # the tensor that lists the files of all ranks: which run's, and {name: size in bytes}
+NOTHING = ".tensorhub/nothing-{}"  # of a rank that has written no file
+INDEX = "model.safetensors.index.json"
+TIMEOUT_S = 600.0  # for one publish, and for a version to come and be read
+SERVED = 2  # versions that a reading host offers to others, the newest ones
+
+_joined: dict[str, tuple[int, Client]] = {}  # by role, of this process
+_run: dict[str, int | str] = {}  # of a trainer: the id of its run, and the attempt that it has begun
+
+
+def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None:
+    """Offer a folder, on every rank at once (the frameworks' post-write hook). Its files must stay as they are until it
+    is deleted, or a newer checkpoint is there; a delta is offered until a whole one follows.
+
+    Raise UsageError without TENSORHUB_HUB, or for another trainer of this run that is alive; OSError for a file.
+    """
+    folder = Path(version_dir)
+    number = _number(folder)
+    if number is None:  # a run begins, with an empty folder
+        return
+    rank, everything = _of_all_ranks({"run": uuid.uuid4().hex, "files": _files(folder)})
+    ranks = len(everything)
+    client = _client("trainer", "trainer", rank, ranks)
+    if not _run:
+        run = str(everything[0]["run"])
+        _run.update(run=run, attempt=client.begin(number - 1, word=run, timeout_s=TIMEOUT_S))
+    sizes = {name: size for each in everything for name, size in each["files"].items()}
+    tensors = {name: _mapped(folder / name, sizes[name]) for name in _mine(everything, rank) if sizes[name]}
+    if rank == 0:
+        listed = json.dumps({"run": _run["run"], "files": sizes}).encode()
+        tensors[LISTED] = torch.frombuffer(bytearray(listed), dtype=torch.uint8)
+    tensors = tensors or {NOTHING.format(rank): torch.zeros(1, dtype=torch.uint8)}
+    version = version_of(int(_run["attempt"]), number)
+    client.publish(version, tensors, copy=False, timeout_s=TIMEOUT_S)
+    is_whole = _base(folder) is None
+    for offered in {key.version for key in client.serving()} - {version}:
+        former = folder.with_name(f"weight_v{step_of(offered):06d}")
+        if not former.is_dir() or (is_whole and step_of(offered) < number - 1):  # the last one may still be read
+            client.unpublish(offered)
+
+
+def fetch(source_dir: str, target_version: int) -> None:
+    """Bring the folder of a version, and those it builds on, to this host (SGLang's hook before it reads one). Any
+    process of the host may call it; the first one reads.
+
+    Raise UsageError without TENSORHUB_HUB; NotPublished when no worker has the version within ten minutes, or one that
+    it builds on any more; VersionRefused for a folder that is not whole; OSError, for a full disk for example.
+    """
+    target = int(target_version)
+    source = Path(source_dir)
+    source.mkdir(parents=True, exist_ok=True)
+    with _alone(source):
+        run = ""
+        number: int | None = target
+        while number:
+            folder = source / f"weight_v{number:06d}"
+            if number == target or _mark_of(folder).get("run") != run:
+                run = _bring(folder, number)
+            number = _base(folder)
+
+
+def _bring(folder: Path, number: int) -> str:
+    """Bring one folder here; return the id of its run, "" if it was written here by the trainer itself."""
+    mark = _mark_of(folder)
+    if folder.is_dir() and not mark:
+        return ""
+    client = _client("rollout", f"{socket.gethostname()}-{os.getpid()}", 0, 1)
+    deadline = Deadline.after(TIMEOUT_S)
+    version = _visible(client, number, deadline)
+    known = client.fetch(version, (CHECKPOINT,), wanted=(), timeout_s=deadline.remaining())
+    root = " ".join(sorted(manifest.root().hex() for manifest in known.manifests.values()))
+    if folder.is_dir() and mark.get("root") == root:
+        return str(mark["run"])
+    fetched = client.fetch(version, (CHECKPOINT,), serve=True, timeout_s=deadline.remaining())
+    try:
+        run = _write(fetched, folder, root)
+    finally:
+        fetched.release()
+    for offered in sorted({key.version for key in client.serving()})[:-SERVED]:
+        client.unpublish(offered)
+    return run
+
+
+def _visible(client: Client, number: int, deadline: Deadline) -> int:
+    """Return the newest attempt's version of this step, when it is there."""
+    newer_than = 0
+    while True:
+        found = [each for each in client.versions(timeout_s=deadline.remaining()) if each.visible]
+        newest = max((attempt_of(each.version) for each in found), default=0)
+        version = version_of(newest, number)
+        if any(each.version == version for each in found):
+            return version
+        if any(each.version > version for each in found):
+            raise NotPublished(
+                "it is not offered any more, and a newer one builds on it: have the trainer write a whole checkpoint",
+                version=version,
+            )
+        newer_than = max((each.version for each in found), default=newer_than)
+        client.wait(newer_than=newer_than, timeout_s=deadline.remaining())
+
+
+def _write(fetched: Fetched, folder: Path, root: str) -> str:
+    """Write the files, and then give the folder its name. Return the id of the run."""
+    tensors = {name: tensor.numpy() for name, tensor in fetched.tensors().items()}
+    if LISTED not in tensors:
+        raise VersionRefused("it is no folder: something else was published", version=fetched.version)
+    listed = json.loads(tensors[LISTED].tobytes())
+    sizes: dict[str, int] = listed["files"]
+    wrong = [name for name, size in sizes.items() if size != (tensors[name].nbytes if name in tensors else 0)]
+    if wrong:
+        raise VersionRefused(f"{wrong[0]!r} is not as it was listed", version=fetched.version)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as made:
+        Path(made, "files").mkdir()
+        for name in sizes:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise VersionRefused(f"{name!r} is no file of a folder", version=fetched.version)
+            target = Path(made, "files", path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                file.write(tensors[name].data if name in tensors else b"")
+        Path(made, "mark").write_text(json.dumps({"run": listed["run"], "root": root}))
+        if folder.is_dir():
+            os.replace(folder, Path(made, "former"))
+        os.replace(Path(made, "mark"), _mark(folder))  # a crash here leaves a mark without a folder, which is read anew
+        os.replace(Path(made, "files"), folder)
+    return str(listed["run"])
+
+
+# --- folders ---
+
+
+def _number(folder: Path) -> int | None:
+    found = FOLDER.fullmatch(folder.name)
+    return None if found is None else int(found[1])
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """Return the sizes of its files in bytes."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+
+
+def _base(folder: Path) -> int | None:
+    """Return the number of the version that this one is a delta to; None: it is a whole checkpoint."""
+    try:
+        described = json.loads((folder / INDEX).read_text()).get("metadata", {})
+    except FileNotFoundError:
+        return None
+    return int(described["base_version"]) if "delta_encoding" in described else None
+
+
+def _mark(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.tensorhub")
+
+
+def _mark_of(folder: Path) -> dict[str, str]:
+    """Return which run's folder this is, and of which bytes; empty: it did not come through the store."""
+    try:
+        mark: dict[str, str] = json.loads(_mark(folder).read_text())
+    except FileNotFoundError:
+        return {}
+    return mark
+
+
+@contextmanager
+def _alone(source: Path) -> Iterator[None]:
+    """Keep the other processes of this host out."""
+    with open(source / ".tensorhub.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _mapped(path: Path, size: int) -> torch.Tensor:
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+
+# --- ranks and clients ---
+
+
+def _of_all_ranks(mine: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+    """Return this rank's number, and what all of them gave."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0, [mine]
+    everything: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everything, mine)
+    return torch.distributed.get_rank(), everything
+
+
+def _mine(everything: Sequence[dict[str, Any]], rank: int) -> list[str]:
+    """Return the files that this rank offers: each is offered by one of the ranks that see it, in turns."""
+    seen: dict[str, list[int]] = {}
+    for each, given in enumerate(everything):
+        for name in given["files"]:
+            seen.setdefault(name, []).append(each)
+    return [name for turn, (name, ranks) in enumerate(sorted(seen.items())) if ranks[turn % len(ranks)] == rank]
+
+
+def _client(role: str, replica: str, shard: int, shards: int) -> Client:
+    """Return this process's client, which stays until it ends."""
+    pid, client = _joined.get(role, (0, None))
+    if client is not None and pid == os.getpid():
+        return client
+    hub = os.environ.get("TENSORHUB_HUB")
+    if not hub:
+        raise UsageError("set TENSORHUB_HUB to the address of `tensorhub server`, for trainers and engines")
+    run = os.environ.get("TENSORHUB_RUN", "default")
+    client = Client(hub, run=run, model="actor", replica=replica, shard=shard, shard_count=shards)
+    _joined[role] = os.getpid(), client
+    return client

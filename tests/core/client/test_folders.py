@@ -1,0 +1,224 @@
+"""Version folders travel through the store, with slime's and miles' hooks called as those call them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub_plugins.core import CHECKPOINT, Client, Server, TensorHubError, UsageError, VersionRefused, folders
+
+
+class Host:
+    """The hooks as processes of one host call them, with clients of their own."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self._monkeypatch = folder, monkeypatch
+        self._joined: dict[str, tuple[int, Client]] = {}
+        self._run: dict[str, Any] = {}
+        folder.mkdir()
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        with self._monkeypatch.context() as patch:
+            patch.setattr(folders, "_joined", self._joined)
+            patch.setattr(folders, "_run", self._run)
+            patch.setattr(folders.socket, "gethostname", lambda: self.folder.name)
+            yield
+
+    def write(self, number: int, files: dict[str, bytes], base: int | None = None) -> Path:
+        made = self.folder / f"weight_v{number:06d}"
+        described = {"metadata": {} if base is None else {"delta_encoding": "xor", "base_version": f"{base:06d}"}}
+        for name, content in {**files, folders.INDEX: json.dumps(described).encode()}.items():
+            path = made / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return made
+
+    def publish(self, folder: Path) -> None:
+        with self._here():
+            folders.publish(None, str(folder), [])
+
+    def fetch(self, number: int) -> None:
+        with self._here():
+            folders.fetch(str(self.folder), number)
+
+    def serving(self, role: str) -> list[int]:
+        return sorted({key.version for key in self._joined[role][1].serving()})
+
+    def close(self) -> None:
+        for _, client in self._joined.values():
+            client.close()
+        self._joined.clear()
+        self._run.clear()
+
+
+@pytest.fixture
+def host(module_hub: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Host]]:
+    with ExitStack() as stack:
+        monkeypatch.setenv("TENSORHUB_HUB", module_hub.address)
+        monkeypatch.setenv("TENSORHUB_RUN", tmp_path.name)
+
+        def make(name: str) -> Host:
+            made = Host(tmp_path / name, monkeypatch)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def same(one: Host, other: Host, number: int) -> bool:
+    name = f"weight_v{number:06d}"
+    return content(one.folder / name) == content(other.folder / name) and len(content(one.folder / name)) > 0
+
+
+def test_a_folder_arrives_without_a_shared_disk_and_goes_on_from_there(host: Callable[[str], Host]) -> None:
+    trainer, near, far = host("trainer"), host("near"), host("far")
+    trainer.publish(trainer.folder)  # a run begins
+    made = trainer.write(1, {"model.safetensors": os.urandom(300_000), "deep/er/empty": b"", "one": b"1"})
+    trainer.publish(made)
+    near.fetch(1)
+    assert same(near, trainer, 1)
+    trainer.close()
+    far.fetch(1)  # only `near` has it
+    assert same(far, trainer, 1)
+    (far.folder / "weight_v000001" / "one").write_bytes(b"2")
+    assert not same(far, trainer, 1)  # the control
+
+
+def test_a_late_host_gets_what_a_delta_builds_on_and_an_early_one_only_the_delta(host: Callable[[str], Host]) -> None:
+    trainer, early, late = host("trainer"), host("early"), host("late")
+    for number in (1, 2, 3):
+        trainer.publish(trainer.write(number, {"d": os.urandom(1000 + number)}, base=number - 1))
+        if number < 3:
+            early.fetch(number)
+    first = (early.folder / "weight_v000001").stat().st_ino
+    early.fetch(3)
+    late.fetch(3)
+    assert all(same(each, trainer, number) for each in (early, late) for number in (1, 2, 3))
+    assert (early.folder / "weight_v000001").stat().st_ino == first  # not read again
+    assert trainer.serving("trainer") == [1, 2, 3] and early.serving("rollout") == [2, 3]
+    whole = trainer.write(4, {"w": os.urandom(2000)})
+    shutil.rmtree(trainer.folder / "weight_v000003")
+    trainer.publish(whole)
+    assert trainer.serving("trainer") == [4]  # 1 and 2 are over with it, 3 is deleted
+    trainer.publish(trainer.write(5, {"w": os.urandom(2000)}))
+    assert trainer.serving("trainer") == [4, 5]  # one may be in the middle of 4
+
+
+def test_folders_of_another_run_are_replaced(host: Callable[[str], Host]) -> None:
+    before, after, rollout = host("before"), host("after"), host("rollout")
+    for number in (1, 2):
+        before.publish(before.write(number, {"d": b"before%d" % number}, base=number - 1))
+        rollout.fetch(number)
+    before.close()
+    for number in (1, 2):
+        after.publish(after.write(number, {"d": b"after%d" % number}, base=number - 1))
+    rollout.fetch(2)
+    assert all(same(rollout, after, number) and not same(rollout, before, number) for number in (1, 2))
+
+
+def test_what_the_trainer_wrote_on_this_host_is_left_alone(host: Callable[[str], Host]) -> None:
+    trainer = host("trainer")
+    made = trainer.write(1, {"w": b"123"})
+    trainer.publish(made)
+    inode = made.stat().st_ino
+    trainer.fetch(1)
+    assert made.stat().st_ino == inode and trainer.folder.joinpath(".tensorhub.lock").exists()
+    assert "rollout" not in trainer._joined
+
+
+@pytest.mark.parametrize("break_at", ["replace", "open"])
+def test_a_host_that_fails_half_way_shows_no_folder_and_reads_it_again(
+    break_at: str, host: Callable[[str], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, rollout = host("trainer"), host("rollout")
+    trainer.publish(trainer.write(1, {"w": os.urandom(1000)}))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os if break_at == "replace" else Path, break_at, full)
+        with pytest.raises(OSError, match="No space"):
+            rollout.fetch(1)
+    assert [each.name for each in rollout.folder.iterdir()] == [".tensorhub.lock"]
+    rollout.fetch(1)
+    assert same(rollout, trainer, 1)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"w": b"12"}, "no folder"),
+        ({folders.LISTED: b'{"run": "r", "files": {"w": 2}}'}, "'w' is not as it was listed"),
+        ({folders.LISTED: b'{"run": "r", "files": {"../w": 2}}', "../w": b"12"}, "no file of a folder"),
+        ({folders.LISTED: b'{"run": "r", "files": {"/tmp/w": 2}}', "/tmp/w": b"12"}, "no file of a folder"),
+    ],
+)
+def test_what_is_no_folder_is_refused_and_nothing_is_written(
+    tensors: dict[str, bytes], says: str, host: Callable[[str], Host]
+) -> None:
+    rollout = host("rollout")
+    with Client(os.environ["TENSORHUB_HUB"], run=os.environ["TENSORHUB_RUN"], model="actor", replica="liar") as liar:
+        liar.publish(1, {k: torch.frombuffer(bytearray(v), dtype=torch.uint8) for k, v in tensors.items()}, CHECKPOINT)
+        with pytest.raises(VersionRefused, match=says):
+            rollout.fetch(1)
+    assert [each.name for each in rollout.folder.iterdir()] == [".tensorhub.lock"]
+
+
+def test_what_builds_on_a_version_that_is_over_is_an_error(host: Callable[[str], Host]) -> None:
+    trainer, late = host("trainer"), host("late")
+    trainer.publish(trainer.write(1, {"d": b"1"}, base=0))
+    shutil.rmtree(trainer.folder / "weight_v000001")
+    trainer.publish(trainer.write(2, {"d": b"2"}, base=1))
+    with pytest.raises(TensorHubError, match="have the trainer write a whole checkpoint"):
+        late.fetch(2)
+
+
+def test_without_a_hub_it_says_what_to_set(host: Callable[[str], Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = host("trainer")
+    monkeypatch.delenv("TENSORHUB_HUB")
+    for call in (lambda: trainer.publish(trainer.write(1, {"w": b"1"})), lambda: host("rollout").fetch(1)):
+        with pytest.raises(UsageError, match="set TENSORHUB_HUB"):
+            call()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_rank_offers_what_it_sees(shared: bool, host: Callable[[str], Host], tmp_path: Path) -> None:
+    """Two trainer nodes with disks of their own, or one: each file is offered once, and the folder arrives whole."""
+    from torch_ranks import started
+
+    rollout = host("rollout")
+    nodes = [host("node-0"), host("node-0b" if not shared else "unused")]
+    files = {f"model-{number}": os.urandom(1000) for number in range(5)}
+    made = nodes[0].write(1, files if shared else {name: files[name] for name in list(files)[:3]})
+    other = made if shared else nodes[1].write(1, {name: files[name] for name in list(files)[3:]})
+    if not shared:
+        (other / folders.INDEX).unlink()  # rank 0 alone writes it
+    with started(__file__, 2, tmp_path / "meeting", made, other):
+        rollout.fetch(1)
+    found = content(rollout.folder / "weight_v000001")
+    assert {name: found[name] for name in files} == files and found.keys() == files.keys() | {folders.INDEX}
+
+
+def _rank(rank: int, meeting: str, *of_ranks: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    folders.publish(None, of_ranks[rank], [])
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    _rank(int(sys.argv[1]), *sys.argv[2:])
