@@ -27,7 +27,7 @@ LAYERS = [
     {"hub", "transports"},
     {"transfer"},
     {"client"},
-    {"operations"},
+    {"operations", "folders"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
