@@ -21,6 +21,7 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from typing import Any
 
 from tensorhub_plugins.core import UsageError, parse_version, version_label
@@ -56,13 +57,12 @@ def furthest_behind(cores: Sequence[Following | None]) -> Following | None:
     return min((each for each in cores if each), key=lambda said: (not said["broken"], said["version"]))
 
 
-def of_model(cores: Sequence[Following | None], model: object) -> Following | None:
+def of_model(cores: Sequence[Following | None], model: Callable[[], object]) -> Following | None:
     """Return the same for requests that name this model. None: nothing of the store's answers them, as the weights
-    under adapters."""
-    adapters = ({} if said is None else said.get("adapters") for said in cores)
-    return furthest_behind(
-        [said if each is None else each.get(str(model)) for said, each in zip(cores, adapters, strict=True)]
-    )
+    under adapters. model: called where there are adapters."""
+    if not any(said and said.get("adapters") for said in cores):
+        return furthest_behind(cores)
+    return furthest_behind([said and said.get("adapters", {}).get(str(model())) for said in cores])
 
 
 def readiness(said: Following | None, max_behind_s: float = BEHIND_S) -> tuple[int, dict[str, Any]]:
@@ -151,7 +151,7 @@ class Admission:
         except (UsageError, ValueError) as error:
             await _answer(send, 400, {"error": _error(400, f"{IN_BODY}: {error}")})
             return
-        model = _named_in(await body.read(), "model")
+        model = cache(partial(_named_in, await body.read(), "model"))
         deadline, said = time.monotonic() + wait_s, None
         try:
             while True:
