@@ -72,6 +72,7 @@ PURE = {
     "transfer.replication",
     "transfer.sharing",
     "transports.limits",
+    "client.asked",
     "client.session",
     "client.shelf",
     "operations.critical_path",

@@ -198,7 +198,7 @@ def believes_late_words() -> Iterator[None]:
         publish(self, worker, *said)
 
     with (
-        answers(Hub, "_agrees", True),
+        answers(Reading, "agrees", True),
         answers(Hub, "_forget_what_is_not_in", None),
         mock.patch.object(Publishing, "publish", broken),
     ):

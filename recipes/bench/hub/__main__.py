@@ -2,6 +2,7 @@
 
     python -m recipes.bench.hub                     # 512, 1,024, ... 8,192 workers
     python -m recipes.bench.hub --workers 8192 --shards 1
+    python -m recipes.bench.hub --simulated --workers 65536   # the hub's machine alone, on one core (simulated.py)
 
 The hub and its ZeroMQ thread have one core, the workers another. A trainer of `--shards` shards and replicas of as many
 publish and read as `Client` does: Hello, Wait, Acquire, Publish of what arrives, Publish of what is complete, Release,
@@ -18,28 +19,25 @@ from __future__ import annotations
 
 import argparse
 import gc
+import heapq
 import multiprocessing
 import os
 import select
 import time
-from collections import deque
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from recipes.bench.hub.simulated import simulate
+from recipes.bench.hub.story import TRAINERS_HOST, Readers, checksum_of, heartbeat_of, hello, holding
 from recipes.bench.results import save
-from tensorhub_plugins.core import HubLimits, Location, Server, ShardKey
+from tensorhub_plugins.core import HubLimits, Server
 from tensorhub_plugins.core.hub import hub as hub_machine
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.address import new_session
 
-LAYOUT = "runtime:bench"
-VERSION = 1
-SIZE_BYTES = 1 << 30
-WORKERS_PER_HOST = 8
-HOSTS_PER_RACK = 16
 PHASE_S_MAX = 120.0
 LIMIT_MESSAGES = 8  # of each worker, to find what the wire costs
 IDLE_S = 2.0  # two heartbeats of each
@@ -54,8 +52,15 @@ def main() -> None:
     parser.add_argument("--no-heartbeats", action="store_true")
     parser.add_argument("--profile", type=Path, help="of the hub's thread, for pstats")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--simulated", action="store_true", help="without sockets, see simulated.py")
+    parser.add_argument("--wire-us", type=float, default=15.0, help="of the hub's core for one message, if simulated")
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if options.simulated:
+        for count in options.workers:
+            rows.append(_simulate(count, options))
+        save(options.json, {"goals": GOALS, "rows": rows})
+        return
     for count in options.workers:
         rows.append(measure(count, options))
         row = rows[-1]
@@ -71,6 +76,21 @@ def main() -> None:
             flush=True,
         )
     save(options.json, {"goals": GOALS, "rows": rows})
+
+
+def _simulate(count: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Simulate in a process of its own, whose memory is the hub's, and print it."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        row: dict[str, Any] = pool.apply(simulate, (count, options.shards, options.wire_us / 1e6))
+    print(
+        f"{row['workers']:7} workers  {row['seconds']:7.2f} s  {row['per_worker_us']:5.0f} us each, "
+        f"{row['hub_us']:5.0f} beside heartbeats  service p50 {row['p50_ms']:.3f} p99 {row['p99_ms']:.3f} "
+        f"max {row['max_ms']:.1f} ms  joined in {row['joined_s']:6.2f} s  idle: {row['idle_beats_per_s']:6.0f} "
+        f"heartbeats a second of {row['beat_us']:.0f} us, {row['idle_core']:4.0%} of the core  "
+        f"{row['joined_bytes']:.0f} to {row['memory_bytes']:.0f} bytes each",
+        flush=True,
+    )
+    return row
 
 
 def measure(count: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -305,22 +325,12 @@ class _Wire:
         self.context.term()
 
 
-def _hello(replica: str, shard: int, shards: int, host: int) -> m.Hello:
-    location = Location("dc", f"rack-{host // HOSTS_PER_RACK}", f"host-{host}")
-    return m.Hello("run", "actor", replica, shard, shards, location, {"tcp": f"tcp://10.0.{host >> 8}.{host & 255}:1"})
-
-
-def _holding(shard: int, shards: int, complete: bool, origin: m.Origin) -> m.Holding:
-    root = b"%016d" % shard
-    return m.Holding(ShardKey(VERSION, LAYOUT, shard, shards), root, SIZE_BYTES, complete, origin)
-
-
 class _Trainer:
     def __init__(self, address: str, shards: int) -> None:
         self.shards = shards
         self.wire = _Wire(address, shards)
         for shard in range(shards):
-            self.wire.say(shard, _hello("trainer", shard, shards, 1 << 15))
+            self.wire.say(shard, hello("trainer", shard, shards, TRAINERS_HOST))
         for shard in range(shards):
             while not (heard := self.wire.hear(shard)):
                 self.wire.ready(0.1)
@@ -330,15 +340,14 @@ class _Trainer:
 
     def publish(self) -> None:
         for shard in range(self.shards):
-            self.wire.say(shard, m.Publish(1, _holding(shard, self.shards, True, "published")))
+            self.wire.say(shard, m.Publish(1, holding(shard, self.shards, True, "published")))
 
     def beat(self) -> None:
         if time.monotonic() > self.beaten_at + 1.0:
             self.beaten_at = time.monotonic()
             for shard in range(self.shards):
                 self.wire.hear(shard)
-                held = m.holdings_checksum([(ShardKey(VERSION, LAYOUT, shard, self.shards), True)])
-                self.wire.say(shard, m.Heartbeat(self.hub, 1, holdings_checksum=held))
+                self.wire.say(shard, heartbeat_of(self.hub, checksum_of(shard, self.shards)))
 
 
 def _play(
@@ -360,7 +369,7 @@ def _play(
 
 def _play_limit(line: Connection, wire: _Wire) -> None:
     count = len(wire.sockets)
-    message = m.Publish(1, _holding(0, 8, True, "replicated"))
+    message = m.Publish(1, holding(0, 8, True, "replicated"))
     left = [1] * count
     for index in range(count):
         wire.say(index, message)
@@ -389,85 +398,46 @@ def _play_limit(line: Connection, wire: _Wire) -> None:
 
 
 def _play_workers(line: Connection, wire: _Wire, span: range, shards: int, heartbeats: bool) -> None:
-    count = len(span)
-    step = [""] * count  # what it waits for
-    beats: deque[tuple[float, int]] = deque()
-    hub = b""
-    holds: list[bool | None] = [None] * count  # whether what it has is complete
-    leased = [False] * count
+    readers = Readers(span, shards)
+    beats: list[tuple[float, int]] = []
 
     def beat(now: float) -> None:
         while heartbeats and beats and beats[0][0] <= now:
-            due, index = beats.popleft()
-            beats.append((due + 1.0, index))
-            if step[index] in ("arriving", "complete"):
-                continue  # what it holds is changing: an honest heartbeat would need all of Session here
-            key = ShardKey(VERSION, LAYOUT, span[index] % shards, shards)
-            held = m.holdings_checksum([(key, True)]) if holds[index] else m.holdings_checksum([])
-            pending = {"visible": (1,), "granted": (2,)}.get(step[index], ())
-            wire.say(index, m.Heartbeat(hub, 0, pending, {2: 1} if leased[index] else {}, held))
+            due, index = beats[0]
+            heapq.heapreplace(beats, (due + readers.beat_s[index], index))
+            heartbeat = readers.heartbeat(index)
+            if heartbeat is not None:
+                wire.say(index, heartbeat)
 
-    def until(done: set[str]) -> None:
-        left = sum(each not in done for each in step)
+    def hear() -> None:
+        for index in wire.ready(0.05):
+            for message in wire.hear(index):
+                if isinstance(message, m.Welcome):
+                    heapq.heappush(beats, (time.monotonic() + message.heartbeat_s, index))
+                answer = readers.hear(index, message)
+                if answer is not None:
+                    wire.say(index, answer)
+
+    def until(done: str) -> None:
         deadline = time.monotonic() + PHASE_S_MAX
-        while left:
+        while left := len(span) - readers.step.count(done):
             now = time.monotonic()
             if now > deadline:
-                raise TimeoutError(f"{left} workers of {count} are not done")
+                raise TimeoutError(f"{left} workers of {len(span)} are not done")
             beat(now)
-            for index in wire.ready(0.05):
-                for message in wire.hear(index):
-                    before = step[index]
-                    hear(index, message)
-                    left -= step[index] in done and before not in done
+            hear()
 
-    def hear(index: int, message: m.HubMessage) -> None:
-        nonlocal hub
-        shard = span[index] % shards
-        match message:
-            case m.Welcome():
-                hub = message.hub
-                beats.append((time.monotonic() + 1.0, index))
-                step[index] = "visible"
-                wire.say(index, m.Wait(1, 0, 0, 3600.0))
-            case m.Visible():
-                step[index] = "granted"
-                wire.say(index, m.Acquire(2, VERSION, 0, (LAYOUT,), 3600.0, **SERVES))
-            case m.Granted():
-                step[index], leased[index] = "arriving", True
-                wire.say(index, m.Publish(3, _holding(shard, shards, False, "replicated")))
-            case m.Done(3):
-                step[index] = "complete"
-                wire.say(index, m.Publish(4, _holding(shard, shards, True, "replicated")))
-            case m.Done(4):
-                step[index], leased[index], holds[index] = "done", False, True
-                wire.say(index, m.Release(2, 0))
-            case m.Alive():
-                pass
-            case m.Unknown():
-                raise RuntimeError("the hub says Unknown")
-            case m.Refused():
-                raise RuntimeError(f"refused: {message.message}")
-            case _:
-                pass
-
-    for index, worker in enumerate(span):
-        wire.say(index, _hello(f"rollout-{worker // shards}", worker % shards, shards, worker // WORKERS_PER_HOST))
-    until({"visible"})
+    for index in range(len(span)):
+        wire.say(index, readers.begin(index))
+    until("visible")
     line.send("ready")
     while not line.poll(0):
         beat(time.monotonic())
-        for index in wire.ready(0.01):
-            for message in wire.hear(index):
-                hear(index, message)
+        hear()
     line.recv()
     cpu_s = time.process_time()
-    until({"done"})
+    until("done")
     line.send((time.monotonic(), time.process_time() - cpu_s))
-
-
-# What a reader says that passes on what it reads.
-SERVES = {"serve": True} if "serve" in m.Acquire.__struct_fields__ else {}
 
 
 if __name__ == "__main__":

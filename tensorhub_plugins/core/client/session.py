@@ -26,6 +26,7 @@ from typing import TypeAlias
 import msgspec
 from typing_extensions import assert_never
 
+from tensorhub_plugins.core.client.asked import Asked, Read
 from tensorhub_plugins.core.deadline import bounded, remaining_s
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.security.leases import Gate
@@ -159,25 +160,6 @@ Effect: TypeAlias = (
 
 
 @dataclass
-class _Asked:
-    message: Request
-    deadline: float
-    asked_at: float
-    announced: bool = False  # Publish: this shard was announced to the hub before
-    was_sent: bool = False
-
-
-@dataclass
-class _Lease:
-    version: int
-    layout: str
-    sources: dict[int, bytes]
-    deadline: float
-    shard_count: int
-    progress: int = 0
-
-
-@dataclass
 class Session:
     """The protocol state of one worker. `identity`: its Hello, without what changes; `now`: the time of creation."""
 
@@ -186,8 +168,8 @@ class Session:
     hub: bytes | None = None  # the incarnation of the hub that has welcomed us
     addressed: bytes = b""  # the one that we send Hello to: the last one known
     last_request_id: int = 0
-    asked: dict[int, _Asked] = field(default_factory=dict)
-    leases: dict[int, _Lease] = field(default_factory=dict)
+    asked: dict[int, Asked] = field(default_factory=dict)
+    leases: dict[int, Read] = field(default_factory=dict)
     holdings: dict[ShardKey, m.Holding] = field(default_factory=dict)
     offered: dict[ShardKey, int] = field(default_factory=dict)  # for each holding: its last Publish
     retained: set[ShardKey] = field(default_factory=set)  # for retention only
@@ -271,7 +253,7 @@ class Session:
             for overtaken in self._publishing(message):
                 del self.asked[overtaken]
                 self._effects.append(Answered(overtaken, self._overtaken(overtaken, message.keys)))
-        self.asked[message.request_id] = _Asked(message, deadline, now, announced)
+        self.asked[message.request_id] = Asked(message, deadline, now, announced)
         self._send_asked(message.request_id, now)
 
     def _send_asked(self, request_id: int, now: float) -> None:
@@ -376,12 +358,22 @@ class Session:
             self._former_hubs = {self.hub: now, **dict(list(self._former_hubs.items())[: FORMER_HUBS_MAX - 1])}
         for key, why in welcome.not_held:
             self._disown(key, why)
-        self.hub, self.addressed, self._welcomed, self.heartbeat_s = hub, hub, True, welcome.heartbeat_s
+        self.hub, self.addressed, self._welcomed = hub, hub, True
         self._hear_clock(hub, welcome.clock, now)
-        self._next_heartbeat = min(self._next_heartbeat, now + welcome.heartbeat_s)
+        self._pace(welcome.heartbeat_s, now)
         for request_id in list(self.asked):
             self._send_asked(request_id, now)
         self._retry_retained = True
+
+    def _pace(self, heartbeat_s: float, now: float) -> None:
+        """Send a heartbeat so often from now on, as the hub wishes, which may have tens of thousands of workers."""
+        self.heartbeat_s = heartbeat_s
+        self._next_heartbeat = min(self._next_heartbeat, now + heartbeat_s)
+
+    @property
+    def _late_s(self) -> float:
+        """Return how much later than after a second an answer of the hub may come, for each heartbeat."""
+        return max(0.0, self.heartbeat_s - 1.0)
 
     def _disown(self, key: ShardKey, why: str) -> None:
         """Drop a holding that the hub refuses, unless a Publish of it is unanswered, whose answer will tell."""
@@ -396,6 +388,8 @@ class Session:
         directive = alive.directive
         if self._welcomed and alive.hub == self.hub:
             self._hear_clock(alive.hub, alive.clock, now)
+        if alive.heartbeat_s:
+            self._pace(alive.heartbeat_s, now)
         self.name_proof = alive.name_proof or self.name_proof
         if alive.doubted is not None:
             self._effects.append(Doubted(*alive.doubted))
@@ -448,7 +442,7 @@ class Session:
             case m.Acquire(), m.Granted():
                 sources = {grant.shard: grant.session for grant in reply.grants}
                 ends_at = float("inf") if asked.message.grows else asked.deadline
-                self.leases[reply.request_id] = _Lease(reply.version, reply.layout, sources, ends_at, reply.shard_count)
+                self.leases[reply.request_id] = Read(reply.version, reply.layout, sources, ends_at, reply.shard_count)
                 self._has_seen(0 if asked.message.for_others else reply.version)
                 if reply.generation:
                     self.resolved, self.generation = reply.version, reply.generation
@@ -514,14 +508,14 @@ class Session:
                     case _:
                         pass
                 self._send_unblocked(asked.message, now)
-                is_silent = self.heard_at <= asked.asked_at or now - self.heard_at > HUB_QUIET_S
+                is_silent = self.heard_at <= asked.asked_at or now - self.heard_at > HUB_QUIET_S + 2 * self._late_s
                 self._effects.append(Expired(request_id, is_silent, asked.was_sent))
         for request_id in [r for r, lease in self.leases.items() if lease.deadline + ANSWER_MARGIN_S <= now]:
             del self.leases[request_id]
-        if not self._away and now - self.heard_at > HUB_SILENT_S:
+        if not self._away and now - self.heard_at > HUB_SILENT_S + 5 * self._late_s:
             self._away = True
             self._effects.append(HubAway(now - self.heard_at))
-        if now - max(self.heard_at, self._dialed_at) > self.redial_s:
+        if now - max(self.heard_at, self._dialed_at) > self.redial_s + 2 * self._late_s:
             self._dialed_at = now
             self._effects.append(Redial())
         if not self._welcomed:
@@ -554,6 +548,7 @@ class Session:
                 unreached=self.unreached,
                 worked=self.worked,
                 lacks=self.lacks,
+                heartbeat_s=self.heartbeat_s,
             )
         )
 
@@ -593,12 +588,13 @@ class Session:
                 mark=self.mark,
                 welcomed=self.hub or b"",
                 restarts=sum(now - at < RECENT_S for at in self._former_hubs.values()),
+                heartbeat_s=self.heartbeat_s if self.hub else 0.0,
                 name_proof=self.name_proof,
                 until=self._until(min((asked.deadline for asked in announced), default=float("inf")), now),
             )
         )
 
-    def _is_announced_by_hello(self, asked: _Asked) -> bool:
+    def _is_announced_by_hello(self, asked: Asked) -> bool:
         """Return whether this is a Publish without effect so far, which a Hello would put into effect."""
         message = asked.message
         return isinstance(message, m.Publish) and not asked.announced and message.holding.key in self.holdings

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from tensorhub_plugins.core.hub.following import Following
 from tensorhub_plugins.core.hub.outbox import Outbox
-from tensorhub_plugins.core.hub.registry import Registry, check_of
-from tensorhub_plugins.core.hub.state import History, Pending, Worker
+from tensorhub_plugins.core.hub.registry import Registry
+from tensorhub_plugins.core.hub.state import History, Pending, Worker, check_of
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import Attempt
 from tensorhub_plugins.core.types import ATTEMPTS_MAX, CHECKPOINT, attempt_of

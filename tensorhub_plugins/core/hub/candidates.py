@@ -47,7 +47,7 @@ class Verdict(Enum):
     NEVER = 4
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A worker that could serve a shard. readers: on other hosts. depth: hops to a worker that has all of it."""
 
     location: Location
@@ -90,11 +90,10 @@ class Sources:
         self._numbers += 1
         self._candidates[session] = candidate, self._numbers
         published = candidate.origin == "published"
-        within_host = (candidate.depth, published + candidate.readers / HOPS_PER_READER)
-        over_network = (published, candidate.readers + candidate.depth / HOPS_PER_READER)
+        within_host = (candidate.depth, published + candidate.readers / HOPS_PER_READER), self._numbers, session
+        over_network = (published, candidate.readers + candidate.depth / HOPS_PER_READER), self._numbers, session
         for area in _areas(candidate.location):
-            cost = within_host if area[0] == "host" else over_network
-            heapq.heappush(self._heaps.setdefault(area, []), (cost, self._numbers, session))
+            heapq.heappush(self._heaps.setdefault(area, []), within_host if area[0] == "host" else over_network)
             self._entries += 1
         self._sweep()
 
@@ -105,7 +104,7 @@ class Sources:
 
     def _sweep(self) -> None:
         """Drop stale entries, and areas without candidates, once most entries are stale."""
-        if self._entries <= STALE_MAX + 16 * len(self._candidates) and self._candidates:
+        if self._entries <= STALE_MAX + 8 * len(self._candidates) and self._candidates:
             return
         current = ((area, [e for e in heap if self._is_current(e)]) for area, heap in self._heaps.items())
         self._heaps = {area: heap for area, heap in current if heap}
@@ -158,6 +157,12 @@ class Sources:
 
 _Entry = tuple[tuple[float, float], int, bytes]  # cost, number, session
 _Area = tuple[str, ...]
+
+
+@lru_cache(maxsize=LOCATIONS_CACHED)
+def the_same(location: Location) -> Location:
+    """Return one object for all equal locations: the workers of a host have it in common."""
+    return location
 
 
 @lru_cache(maxsize=LOCATIONS_CACHED)

@@ -62,7 +62,7 @@ from tensorhub_plugins.core.hub.outbox import Effect, Log, Outbox, Send
 from tensorhub_plugins.core.hub.permissions import believed, refusal, senseless
 from tensorhub_plugins.core.hub.publishing import Publishing
 from tensorhub_plugins.core.hub.reading import Reading
-from tensorhub_plugins.core.hub.registry import Registry, checksum_of
+from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.report import report, validate
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.hub.state import Claim, History, Lease, Pending, Room, Timed, Waiting, Worker, items_of
@@ -110,8 +110,7 @@ class Hub:
         self._namesakes = Namesakes(self.registry, self._outbox, lease_key)
         self._beginning = Beginning(self.registry, self._outbox, self._following)
         self._has_recovered = False
-        for later in (self.registry.recovered, self.registry.all_silent_are_dead):
-            self.registry.schedule(later, None)
+        self.registry.schedule_recovery()
 
     @property
     def session(self) -> bytes:
@@ -419,7 +418,7 @@ class Hub:
             self.registry.waiters.mark_all_ready(each.pending.values())
         welcome = m.Welcome(
             hub=self.session,
-            heartbeat_s=self.limits.heartbeat_s,
+            heartbeat_s=worker.beat_s,
             session_timeout_s=self.limits.session_timeout_s,
             request_id=hello.request_id,
             directive=history.directive,
@@ -452,7 +451,8 @@ class Hub:
     def _take_over(self, worker: Worker, hello: m.Hello, now: float) -> tuple[tuple[ShardKey, str], ...]:
         """Take over what it holds, reads and has claimed, which a previous hub may have known of; return what is
         refused, and why."""
-        worker.last_request_id = hello.request_id
+        self.registry.expect(hello, now)
+        worker.last_request_id, worker.beat_s = hello.request_id, self.registry.heartbeat_s
         still_asked, problems = set(hello.pending), list[tuple[ShardKey, str]]()
         for announced in hello.holdings:
             if worker.withdrawn.get(announced.key) in still_asked:
@@ -528,23 +528,22 @@ class Hub:
         if heartbeat.hub != self.session:  # it does not know us: all we have is a late Hello
             self._outbox.send(worker.session, m.Unknown(self.session, now))
             return
+        most = self.registry.limits.heartbeat_s_max
+        heartbeat_s = self.registry.heartbeat_s
+        worker.beat_s = max(heartbeat_s, min(heartbeat.heartbeat_s, most))  # the old one, if our answer is lost
         last_request_id = heartbeat.last_request_id
-        if last_request_id >= worker.last_request_id and not self._agrees(worker, heartbeat, now):
+        if last_request_id >= worker.last_request_id and not self._reading.agrees(worker, heartbeat, now):
             self._outbox.send(worker.session, m.Unknown(self.session, now))  # so that it sends a new Hello
         worker.last_request_id = max(worker.last_request_id, last_request_id)
-        unseen, asked = [], set(heartbeat.pending)
-        for request_id in heartbeat.pending:
-            if not self._outbox.answer_again(worker, request_id) and request_id not in worker.pending:
-                unseen.append(request_id)
-        for lease in list(worker.leases.values()):
-            named = lease.request_id in asked or lease.request_id in heartbeat.leases
-            if lease.request_id <= last_request_id and not named:
-                self.registry.end_lease(lease)
-        for pending in list(worker.pending.values()):
-            request_id = pending.message.request_id
-            if isinstance(pending.message, m.Acquire) and request_id <= last_request_id and request_id not in asked:
-                self.registry.waiters.remove(pending)  # abandoned, and the message that says so was lost
-        self.registry.renew(worker, heartbeat.progress, now)
+        unseen = tuple(
+            request_id
+            for request_id in heartbeat.pending
+            if not self._outbox.answer_again(worker, request_id) and request_id not in worker.pending
+        )
+        if worker.leases or worker.pending:
+            self._reading.end_what_is_not_in(worker, heartbeat)
+        if heartbeat.progress:
+            self.registry.renew(worker, heartbeat.progress, now)
         self._reading.extend_claims(worker, heartbeat.worked, now)
         self._record_used(worker, heartbeat.served, now)
         unreached.hear(worker, heartbeat.unreached, self._outbox, now)
@@ -554,7 +553,8 @@ class Hub:
         directive = None if knows else history.directive
         proof = self._namesakes.prove(worker, now)
         self._outbox.send(
-            worker.session, m.Alive(tuple(unseen), directive, clock=now, hub=self.session, name_proof=proof)
+            worker.session,
+            m.Alive(unseen, directive, clock=now, hub=self.session, name_proof=proof, heartbeat_s=heartbeat_s),
         )
         if not self.registry.recovering(now):
             spare = self._publishing.spare_copies(worker)
@@ -571,16 +571,6 @@ class Hub:
             self._take_lease(lease, is_idle=True)
             self.registry.end_lease(lease)
         self.registry.waiters.mark_all_ready(p for p in source.pending.values() if isinstance(p.message, m.Unpublish))
-
-    def _agrees(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> bool:
-        """Return whether we know what it holds and reads; our answer or a former hub's may still be on its way."""
-        leases = {r: len(worker.leases[r].sources) for r in heartbeat.leases if r in worker.leases}
-        bounds = worker.lease_bounds
-        over = {r for r in heartbeat.leases if r in bounds and bounds[r].until <= now and r not in leases}
-        said = {r: n for r, n in heartbeat.leases.items() if r not in over}
-        if heartbeat.holdings_checksum and not worker.holdings_checksum:
-            worker.holdings_checksum = checksum_of(worker)
-        return leases == said and heartbeat.holdings_checksum in (0, worker.holdings_checksum)
 
     def _release(self, worker: Worker, release: m.Release, now: float) -> None:
         request_id, shard = release.request_id, release.shard

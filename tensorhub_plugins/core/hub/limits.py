@@ -13,7 +13,7 @@ READERS_MAX = 65_536  # as many as a version has shards
 
 # What one session may add to the hub's records, whatever it sends; what a Hello leaves out is removed. The records of a
 # version are bounded by that, too: each (holding, lease, claim) belongs to a session and is removed with it.
-SESSIONS_MAX = 65_536  # workers of one hub; 8,192 were measured
+SESSIONS_MAX = 65_536  # workers of one hub: more than that and its core is full of heartbeats (docs/sizing.md)
 SESSIONS_OF_PUBLISHERS = 8_192  # of them, reserved for the run's secret: readers' keys take the others at most
 PENDING_PER_SESSION_MAX = 256
 PENDING_ITEMS_MAX = 4 * HOLDINGS_MAX  # shards and sessions named in them: four times what a worker can hold
@@ -32,6 +32,11 @@ ANSWER_SIZE_BYTES_MAX = FROM_HUB_SIZE_BYTES_MAX // 2
 LIMITS: dict[str, tuple[float, float, str]] = {
     "session_timeout_s": (HEARTBEAT_S_MIN, DAY_S, "seconds of silence after which a worker is given up"),
     "heartbeat_s": (HEARTBEAT_S_MIN, DAY_S, "seconds between two heartbeats of a worker"),
+    "heartbeats_per_s_max": (
+        1,
+        10**9,
+        "heartbeats a second of all workers; with more workers each sends fewer, but three in session_timeout_s",
+    ),
     "grace_s": (0.0, DAY_S, "seconds after its start in which the hub decides nothing that depends on all workers"),
     "claim_s": (
         0.0,
@@ -58,6 +63,8 @@ class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
     # A worker whose interpreter is held by one long kernel launch or compile must not expire.
     session_timeout_s: float = 15.0
     heartbeat_s: float = 1.0
+    # A quarter of one core, with ZeroMQ: 65,536 workers that sent one a second would need two cores for nothing else.
+    heartbeats_per_s_max: int = 8192
     # Three heartbeats: every live worker has sent its Hello again by then.
     grace_s: float = 3.0
     # And a second more for each half GB that was published; a dead converter is noticed much sooner.
@@ -85,6 +92,18 @@ class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(given, bool) or not isinstance(given, kinds) or not least <= given <= most:
                 kind = "a whole number" if whole else "a number of seconds"
                 raise UsageError(f"{name}={given!r}: must be {kind} from {least:g} to {most:g}")
+        self._check_heartbeat()
+
+    def heartbeat_s_of(self, workers: int) -> float:
+        """Return the seconds between two heartbeats of one of so many workers: two in a row may be lost."""
+        return max(self.heartbeat_s, min(workers / self.heartbeats_per_s_max, self.heartbeat_s_max))
+
+    @property
+    def heartbeat_s_max(self) -> float:
+        """Return the same for the most workers."""
+        return max(self.heartbeat_s, self.session_timeout_s / 3)
+
+    def _check_heartbeat(self) -> None:
         if self.session_timeout_s <= self.heartbeat_s:
             raise UsageError(
                 f"session_timeout_s={self.session_timeout_s!r}: must be more than heartbeat_s={self.heartbeat_s!r}, "

@@ -42,7 +42,7 @@ class _Tally:
         self.behind_s_max = self.install_age_s_max = 0.0
         for worker in history.workers.values():
             self.trainers += worker.published_size_bytes > 0
-            self.silent += standing.is_silent(registry, worker, now)
+            self.silent += standing.is_silent(worker, now)
             self.lacking += bool(worker.lacks)
             self.refusing += bool(standing.refusal_of(worker)[0])
             self.failing += bool(worker.failure)

@@ -23,6 +23,7 @@ import hmac
 import msgspec
 
 from tensorhub_plugins.core.hub.beginning import is_trainer
+from tensorhub_plugins.core.hub.candidates import the_same
 from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import Worker
@@ -65,8 +66,8 @@ class Namesakes:
                 "What belongs to one job, has the run's secret, and may take its place, says so: TENSORHUB_JOB, or "
                 "Client(job=...)"
             )
-        silent_s = SILENT_HEARTBEATS * beat_s
-        return "" if any(now <= self._registry.silent_after(other.last_heard, silent_s) for other in others) else None
+        ends = (self._registry.silent_after(o.last_heard, SILENT_HEARTBEATS * o.beat_s) for o in others)
+        return "" if any(now <= silent for silent in ends) else None
 
     def former_lives(self, worker: Worker) -> list[Worker]:
         """Return the earlier incarnations whose name this worker, which was admitted, has taken."""
@@ -120,7 +121,14 @@ def _taken(name: str) -> str:
 
 def without_records(hello: m.Hello) -> m.Hello:
     """Return the part of a Hello that is kept as it was sent: the rest is in the registry, or over."""
-    return msgspec.structs.replace(hello, holdings=(), leases=(), claims=(), directive=m.NO_DIRECTIVE)
+    return msgspec.structs.replace(
+        hello,
+        location=the_same(hello.location),
+        holdings=(),
+        leases=(),
+        claims=(),
+        directive=m.NO_DIRECTIVE,
+    )
 
 
 def is_same(hello: m.Hello, other: m.Hello) -> bool:

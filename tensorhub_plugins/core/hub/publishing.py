@@ -13,7 +13,7 @@ from tensorhub_plugins.core.hub.limits import DOUBT_AGAIN_S, DOUBTS_MAX, LAYOUTS
 from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.permissions import Standing, nobody_has_published, standing
 from tensorhub_plugins.core.hub.registry import Registry
-from tensorhub_plugins.core.hub.state import Aside, History, Holding, Lease, Pending, Version, Worker
+from tensorhub_plugins.core.hub.state import Aside, History, Holding, Lease, Pending, Version, Worker, drop
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, STEPS_AHEAD_MAX, ShardKey, attempt_of, step_of, version_text
@@ -135,7 +135,7 @@ class Publishing:
             mine.complete |= announced.complete
             mine.as_of = max(mine.as_of, as_of)
         if mine.complete:
-            worker.depth.pop(key, None)
+            drop(worker.depth, key)
         self._registry.refresh_candidate(worker, key)
         if not version.visible and self._shows(version, mine):
             self._show(history, version, now)

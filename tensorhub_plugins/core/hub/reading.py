@@ -11,8 +11,8 @@ import msgspec
 from tensorhub_plugins.core.hub import selection
 from tensorhub_plugins.core.hub.candidates import Verdict
 from tensorhub_plugins.core.hub.following import gone
-from tensorhub_plugins.core.hub.registry import EXTEND_SHARE, OWED_TIMES, Registry, beside
-from tensorhub_plugins.core.hub.state import Claim, Lease, Pending, Version, Worker
+from tensorhub_plugins.core.hub.registry import EXTEND_SHARE, OWED_TIMES, Registry
+from tensorhub_plugins.core.hub.state import Claim, Lease, Pending, Version, Worker, beside, checksum_of
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.security.leases import issue, name_of
 from tensorhub_plugins.core.types import CHECKPOINT, FAR, HOST, ShardKey, distance
@@ -165,6 +165,29 @@ class Reading:
                 if shards and all(may_come(version.key(layout, shard, shard_count)) for shard in shards):
                     return False
         return True
+
+    def agrees(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> bool:
+        """Return whether we know what it holds and reads; our answer or a former hub's may still be on its way."""
+        for request_id, shards in heartbeat.leases.items():
+            lease, bound = worker.leases.get(request_id), worker.lease_bounds.get(request_id)
+            is_over = lease is None and bound is not None and bound.until <= now
+            if not is_over and (lease is None or len(lease.sources) != shards):
+                return False
+        if heartbeat.holdings_checksum and not worker.holdings_checksum:
+            worker.holdings_checksum = checksum_of(worker)
+        return heartbeat.holdings_checksum in (0, worker.holdings_checksum)
+
+    def end_what_is_not_in(self, worker: Worker, heartbeat: m.Heartbeat) -> None:
+        """End the reads that a worker does not name: they are over, and the message that says so was lost."""
+        last_request_id, asked = heartbeat.last_request_id, set(heartbeat.pending)
+        for lease in list(worker.leases.values()):
+            named = lease.request_id in asked or lease.request_id in heartbeat.leases
+            if lease.request_id <= last_request_id and not named:
+                self._registry.end_lease(lease)
+        for pending in list(worker.pending.values()):
+            request_id = pending.message.request_id
+            if isinstance(pending.message, m.Acquire) and request_id <= last_request_id and request_id not in asked:
+                self._registry.waiters.remove(pending)
 
     # --- which reader converts ---
 

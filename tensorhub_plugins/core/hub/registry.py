@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import heapq
 import weakref
-import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias, TypeVar
 
 from typing_extensions import assert_never
@@ -33,6 +32,9 @@ from tensorhub_plugins.core.hub.state import (
     Timed,
     Version,
     Worker,
+    beside,
+    check_of,
+    drop,
 )
 from tensorhub_plugins.core.hub.waiters import Waiters
 from tensorhub_plugins.core.protocol import messages as m
@@ -65,28 +67,7 @@ def _add(counter: Counter[Key], key: Key, change: int) -> None:
     """Change a counter, and drop the key when it is zero."""
     counter[key] += change
     if not counter[key]:
-        del counter[key]
-
-
-def beside(claim: Claim) -> Iterator[Claim]:
-    """Yield the claims of the other shards of its replica."""
-    key, group = claim.key, claim.worker.group
-    for other in claim.version.claims.values():
-        same = (other.key.layout, other.key.shard_count) == (key.layout, key.shard_count)
-        if other is not claim and other.worker.group == group and same:
-            yield other
-
-
-def checksum_of(worker: Worker) -> int:
-    """Return `messages.holdings_checksum` of all that this worker reports to hold."""
-    held = {key: h.complete for key, h in worker.holdings.items()}
-    aside = {key: said.holding.complete for key, said in worker.aside.items()}
-    return m.holdings_checksum((held | aside).items())
-
-
-def check_of(word: str) -> bytes:
-    """Return the end of the mark of an attempt that was begun with this launch id (`word`)."""
-    return zlib.crc32(word.encode()).to_bytes(4, "big")
+        drop(counter, key)
 
 
 class Registry:
@@ -95,7 +76,7 @@ class Registry:
     def __init__(self, session: bytes, now: float, limits: HubLimits) -> None:
         self.session = session
         self.started, self.restarts = now, 0  # while workers were connected, of hubs, lately
-        self.limits = limits
+        self.limits, self._grace_s = limits, limits.grace_s
         self.workers: dict[bytes, Worker] = {}
         self.histories: dict[tuple[str, str], History] = {}
         self.waiters = Waiters()
@@ -110,17 +91,34 @@ class Registry:
     def was_deaf(self, seconds: float, now: float) -> None:
         """Record that the hub could receive nothing for so long, until now: no worker counts as silent for it."""
         self._deaf.append((now, seconds))
-        for later in (self.recovered, self.all_silent_are_dead):
-            self.schedule(later, None)
+        self.schedule_recovery()
 
     def silent_after(self, since: float, seconds: float) -> float:
         """Return when the hub has listened for so many seconds from `since` on."""
-        return since + seconds + sum(deaf for until, deaf in self._deaf if until > since)
+        return since + seconds + (sum(deaf for until, deaf in self._deaf if until > since) if self._deaf else 0.0)
 
     @property
     def recovered(self) -> float:
         """Return when all live workers have sent their Hello (rule 6)."""
-        return self.silent_after(self.started, self.limits.grace_s)
+        return self.silent_after(self.started, self._grace_s)
+
+    def expect(self, hello: m.Hello, now: float) -> None:
+        """Note how seldom the workers of a previous hub send a heartbeat: they learn of this one as late."""
+        seldom_s = 0.0 if hello.welcomed == self.session else min(hello.heartbeat_s, self.limits.heartbeat_s_max)
+        grace_s = self.limits.grace_s * seldom_s / self.limits.heartbeat_s
+        if grace_s > self._grace_s and self.recovering(now):
+            self._grace_s = grace_s
+            self.schedule_recovery()
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Return the seconds between two heartbeats of a worker, while there are as many as now."""
+        return self.limits.heartbeat_s_of(len(self.workers))
+
+    def schedule_recovery(self) -> None:
+        """Have the hub try again what it could not answer while it did not know all workers."""
+        for later in (self.recovered, self.all_silent_are_dead):
+            self.schedule(later, None)
 
     def recovering(self, now: float) -> bool:
         """Return whether some workers may not have sent their Hello yet (rule 6)."""
@@ -129,7 +127,7 @@ class Registry:
     @property
     def all_silent_are_dead(self) -> float:
         """Return when a worker of the time before our start, not heard since, counts as dead."""
-        return self.silent_after(self.started, max(self.limits.session_timeout_s, self.limits.grace_s))
+        return self.silent_after(self.started, max(self.limits.session_timeout_s, self._grace_s))
 
     def is_ours(self, mark: bytes) -> bool:
         """Return whether this incarnation of the hub has begun the attempt of that mark."""
@@ -167,7 +165,7 @@ class Registry:
         """Return the seconds of silence after which it is declared dead. The kernel answers for a busy process: where
         nothing listens, or no process has that number, it has ended, unless it sends a message."""
         most = self.limits.session_timeout_s
-        return min(most, REFUSED_HEARTBEATS * self.limits.heartbeat_s) if worker.refuses else most
+        return min(most, REFUSED_HEARTBEATS * worker.beat_s) if worker.refuses else most
 
     def pop_due(self, now: float) -> Iterable[Timed]:
         """Yield the records whose time has come, each once."""
@@ -301,7 +299,7 @@ class Registry:
         worker.holdings_checksum = 0
         self._count_record(worker, -1, key.layout)
         if key not in worker.reading:
-            worker.depth.pop(key, None)
+            drop(worker.depth, key)
         version = worker.history.versions[key.version]
         version.may_be_lost = True
         self.count_copy(holding, held=False)
@@ -417,7 +415,7 @@ class Registry:
         for lease in source.readers.values():
             if lease.reader.role != "reader":
                 continue
-            since = now - self.unused_s if lease.is_announced else now  # a Hello makes no unpublish wait
+            since = now - self.unused_s(source) if lease.is_announced else now  # a Hello makes no unpublish wait
             at = lease.served_at.setdefault(source.session, since)
             if name_of(lease.reader.session, lease.request_id) in used:
                 lease.served_at[source.session] = now
@@ -425,15 +423,14 @@ class Registry:
                 unused.append(lease)
         return unused
 
-    @property
-    def unused_s(self) -> float:
+    def unused_s(self, source: Worker) -> float:
         """Return the seconds after which an unpublish ignores a reader's key that got nothing from that source."""
-        return UNUSED_HEARTBEATS * self.limits.heartbeat_s
+        return UNUSED_HEARTBEATS * source.beat_s
 
     def is_unused(self, lease: Lease, source: Worker, now: float) -> bool:
         """Return whether the source reports that nothing is read from it under this lease."""
         at = lease.served_at.get(source.session)
-        return at is not None and now > self.silent_after(at, self.unused_s)
+        return at is not None and now > self.silent_after(at, self.unused_s(source))
 
     def add_lease(self, lease: Lease) -> None:
         """Add the lease of a reader that was granted sources."""
@@ -480,7 +477,7 @@ class Registry:
     def detach_reader(self, source: Worker, lease: Lease) -> None:
         """Note that it is not read from any more under this lease; requests that waited for that are tried again."""
         reader = lease.reader
-        del source.readers[reader.session, lease.request_id]
+        drop(source.readers, (reader.session, lease.request_id))
         far = distance(source.hello.location, reader.hello.location)
         if far > HOST:
             source.network_readers -= 1
@@ -510,11 +507,11 @@ class Registry:
             reader.announced_shards -= lease.is_announced
             self._release_source(lease, key, session)
         if not lease.sources:
-            reader.leases.pop(lease.request_id, None)
+            drop(reader.leases, lease.request_id)
         if key not in reader.reading:
             held = reader.holdings.get(key)
             if held is None or held.complete:
-                reader.depth.pop(key, None)
+                drop(reader.depth, key)
         self.refresh_candidate(reader, key)
 
     def _release_source(self, lease: Lease, key: ShardKey, session: bytes) -> None:

@@ -12,8 +12,8 @@ from tensorhub_plugins.core.hub import standing, unreached
 from tensorhub_plugins.core.hub.copies import Copies, Counted
 from tensorhub_plugins.core.hub.limits import ANSWER_SIZE_BYTES_MAX
 from tensorhub_plugins.core.hub.publishing import spenders
-from tensorhub_plugins.core.hub.registry import Registry, checksum_of
-from tensorhub_plugins.core.hub.state import History, Holding, Lease, Room, Version, Worker
+from tensorhub_plugins.core.hub.registry import Registry
+from tensorhub_plugins.core.hub.state import History, Holding, Lease, Room, Version, Worker, checksum_of
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import merged
 from tensorhub_plugins.core.protocol.reach import at_all_hosts
@@ -138,7 +138,7 @@ def _worker(registry: Registry, worker: Worker, now: float, shut: list[str]) -> 
         "location": msgspec.to_builtins(worker.hello.location),
         "endpoints": at_all_hosts(worker.hello.endpoints, worker.hello.hosts),
         "last_heard_s": round(now - worker.last_heard, 3),
-        "silent": standing.is_silent(registry, worker, now),
+        "silent": standing.is_silent(worker, now),
         "follows": lag
         and {
             **_number(worker.installed or 0),
@@ -162,7 +162,7 @@ def _worker(registry: Registry, worker: Worker, now: float, shut: list[str]) -> 
 def _lease(registry: Registry, lease: Lease, now: float) -> dict[str, object]:
     workers = registry.workers
     bound = lease.reader.lease_bounds.get(lease.request_id)
-    is_told = bound is not None and now - bound.progress_at < standing.SILENT_HEARTBEATS * registry.limits.heartbeat_s
+    is_told = bound is not None and now - bound.progress_at < standing.SILENT_HEARTBEATS * lease.reader.beat_s
     sources = {str(shard): workers[s].name if s in workers else "unknown" for shard, s in lease.sources.items()}
     return {
         "reader": lease.reader.name,

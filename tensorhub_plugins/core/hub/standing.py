@@ -42,9 +42,9 @@ def refusal_of(worker: Worker) -> tuple[int, str]:
     return (0, "") if worker.history.is_over(worker.refusal[0]) else worker.refusal
 
 
-def is_silent(registry: Registry, worker: Worker, now: float) -> bool:
+def is_silent(worker: Worker, now: float) -> bool:
     """Return whether it was not heard for so long that it is frozen, or cut off."""
-    return now - worker.last_heard > SILENT_HEARTBEATS * registry.limits.heartbeat_s
+    return now - worker.last_heard > SILENT_HEARTBEATS * worker.beat_s
 
 
 def newest_age_s(history: History, now: float) -> float:

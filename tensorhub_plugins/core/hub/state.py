@@ -6,10 +6,11 @@ decides anything: `registry.Registry` keeps all indexes in step with each other,
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from tensorhub_plugins.core.hub.candidates import Sources
 from tensorhub_plugins.core.hub.copies import Copies, Counted
@@ -17,12 +18,23 @@ from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import is_superseded
 from tensorhub_plugins.core.types import CHECKPOINT, Across, Role, ShardKey, VersionInfo
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 GroupId: TypeAlias = tuple[str, int, Role, str]  # replica, shard count, role, job: equal for all members
 ROOTS_KEPT_MAX = 65_536  # shards of versions that no worker holds any more: 250 versions of 256 shards, 16 MB
 VERSION_SIZE_BYTES = 64  # of one version in an answer, about, without the names
 SHOWN_MAX = m.WITHDRAWN_MAX + 1  # one is left if all that a directive can name are withdrawn
 READ_BYTES_MAX = 1 << 62
 LOST_MAX = 64  # workers of one model, the last ones: operators look at them one by one
+
+
+def drop(records: dict[Key, Value], key: Key) -> Value | None:
+    """Remove and return a record, or None. With the last one goes the table, which a dict keeps: of ten tables most of
+    a worker's are empty most of the time."""
+    found = records.pop(key, None)
+    if not records:
+        records.clear()
+    return found
 
 
 @dataclass(slots=True)
@@ -198,6 +210,7 @@ class Worker(_Referred):
     refuses: bool = False  # another worker found that it has ended, and it has not been heard since
     said_gone: bool = False  # the same, found by a process on its machine, or on a copy of that
     silence_at: float = 0.0  # when its silence is checked next
+    beat_s: float = 1.0  # its next heartbeat comes within that
     has_proved_name: bool = False  # it showed a hub's proof of its name, or has one from this hub
     is_replaced: bool = False  # another process has sent Hello as this shard of this replica since
     last_request_id: int = 0  # the highest that is known
@@ -526,3 +539,24 @@ class History:
 
 
 Timed: TypeAlias = Worker | Lease | Pending | Claim | None  # what has a deadline; None: the hub's own recovery
+
+
+def beside(claim: Claim) -> Iterator[Claim]:
+    """Yield the claims of the other shards of its replica."""
+    key, group = claim.key, claim.worker.group
+    for other in claim.version.claims.values():
+        same = (other.key.layout, other.key.shard_count) == (key.layout, key.shard_count)
+        if other is not claim and other.worker.group == group and same:
+            yield other
+
+
+def checksum_of(worker: Worker) -> int:
+    """Return `messages.holdings_checksum` of all that this worker reports to hold."""
+    held = {key: h.complete for key, h in worker.holdings.items()}
+    aside = {key: said.holding.complete for key, said in worker.aside.items()}
+    return m.holdings_checksum((held | aside).items())
+
+
+def check_of(word: str) -> bytes:
+    """Return the end of the mark of an attempt that was begun with this launch id (`word`)."""
+    return zlib.crc32(word.encode()).to_bytes(4, "big")

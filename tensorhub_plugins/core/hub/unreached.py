@@ -13,6 +13,8 @@ SOURCES_MAX = 64  # of one reader: its client reports no more
 def hear(reader: Worker, sources: tuple[bytes, ...], outbox: Outbox, now: float) -> None:
     """Record which sources a reader cannot connect to. Warn once of each that is alive, as it was heard since, in the
     log and on its own host."""
+    if not sources and not reader.unreached:
+        return
     known = [session for session in sources if session in reader.history.workers][:SOURCES_MAX]
     reader.unreached = {session: reader.unreached.get(session, now) for session in known}
     for session, since in reader.unreached.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tensorhub_plugins.core.hub.state import History, Pending, items_of
+from tensorhub_plugins.core.hub.state import History, Pending, drop, items_of
 from tensorhub_plugins.core.protocol import messages as m
 
 ANY_VERSION = 0  # in place of a version: requests that wait for one to become visible, or to be lost
@@ -43,7 +43,7 @@ class Waiters:
     def remove(self, pending: Pending) -> None:
         """Remove a request that was answered, or is not wanted any more."""
         history = pending.worker.history
-        if pending.worker.pending.pop(pending.message.request_id, None) is not None:
+        if drop(pending.worker.pending, pending.message.request_id) is not None:
             pending.worker.pending_items -= items_of(pending.message)
         history.waiting.pop(pending.id, None)
         history.beginning.pop(pending.id, None)

@@ -233,6 +233,7 @@ class Hello(_Message, frozen=True):
     name_proof: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
     hosts: Hosts = ()
     restarts: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0  # of hubs, that it has seen lately
+    heartbeat_s: Seconds = 0.0  # between its heartbeats to the hub before; 0: there was none
 
 
 class Heartbeat(_Message, frozen=True):
@@ -258,6 +259,7 @@ class Heartbeat(_Message, frozen=True):
     unreached: Sessions = ()  # sources that it could not connect to, a minute ago at most
     worked: Count = 0  # pieces of work of its process: while they grow, others wait for what it converts
     lacks: Text = ""  # what the system has refused its process lately
+    heartbeat_s: Seconds = 0.0  # until the next; 0: as in Welcome
 
 
 class Bye(_Message, frozen=True):
@@ -445,12 +447,9 @@ class Welcome(_Message, frozen=True):
 
 
 class Unknown(_Message, frozen=True):
-    """The hub does not know this session, or not all of it (it was restarted, or the session expired): send Hello.
+    """The hub does not know this session, or not all of it (it was restarted, or the session expired): send Hello."""
 
-    hub: its incarnation, for the Hello to name; b"": it is older than this field.
-    """
-
-    hub: HubLife = b""
+    hub: HubLife = b""  # its incarnation, for the Hello to name; b"": it is older than this field
     clock: float = 0.0  # as in Welcome; 0: not given
 
 
@@ -472,6 +471,7 @@ class Alive(_Message, frozen=True):
     hub: HubLife = b""  # the one with this clock
     name_proof: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # proves this session's name to the next hub
     unreached: Text = ""  # for the worker's log: that a reader cannot connect to it
+    heartbeat_s: Seconds = 0.0  # between heartbeats from now on; 0: as before
 
 
 class Done(_Message, frozen=True):

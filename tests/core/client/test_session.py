@@ -265,6 +265,7 @@ def test_a_new_hub_is_told_all_there_is():
         directive=DIRECTIVE,
         hub=OTHER_HUB,
         welcomed=HUB,
+        heartbeat_s=1.0,
     )
     assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True), m.Wait(waiting, 9, 0, 40.0)]
 

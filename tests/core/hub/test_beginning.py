@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tensorhub_plugins.core.hub.following import MARKS_REFUSED_MAX
 from tensorhub_plugins.core.hub.hub import Tick
 from tensorhub_plugins.core.hub.permissions import believed, refusal
-from tensorhub_plugins.core.hub.registry import REFUSED_HEARTBEATS, check_of
+from tensorhub_plugins.core.hub.registry import REFUSED_HEARTBEATS
 from tensorhub_plugins.core.hub.report import report
+from tensorhub_plugins.core.hub.state import check_of
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import (
     ATTEMPTS_KEPT_MAX,

@@ -50,7 +50,7 @@ def test_every_field_of_a_hello_is_somebodys_to_say() -> None:
     of_itself = {
         "run", "model", "replica", "shard", "shard_count", "location", "endpoints", "holdings", "leases", "claims",
         "request_id", "pending", "seen", "resolved", "generation", "hub", "process", "job", "welcomed", "preemptible",
-        "tls_only", "until", "name_proof", "hosts", "restarts",
+        "tls_only", "until", "name_proof", "hosts", "restarts", "heartbeat_s",
     }  # fmt: skip
     assert of_itself | set(DECIDED_BY_PUBLISHERS) == set(m.Hello.__struct_fields__)
     assert of_itself.isdisjoint(DECIDED_BY_PUBLISHERS)
