@@ -10,15 +10,12 @@ import argparse
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
-from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 from recipes.ranks import free_port
-from recipes.vllm_serve.__main__ import ROOT, SERVER_OPTIONS, environment_for, holders, stop, until
-from tensorhub_plugins.core import start_server
+from recipes.servers import ROOT, holders, processes, report, until
 
 # How TRL finds the text of an answer, with a chat template that it does not know.
 ANSWER = {
@@ -33,60 +30,45 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "out")) / "trl_grpo")
     options = parser.parse_args()
-    out = options.out.resolve()
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    environment = environment_for(out)
-    environment["PYTHONPATH"] += "".join(
-        os.pathsep + each for each in (str(ROOT / "recipes/cpu/trl"), options.trl) if each
-    )
-    model, bare = out / "model", out / "model-without-weights"
-    make = [sys.executable, "-m", "recipes.verl_grpo.make_model", str(model), "--size", "tiny"]
-    subprocess.run(make, check=True, env=environment, cwd=ROOT)
-    described = json.loads((model / "tokenizer_config.json").read_text()) | {"response_schema": ANSWER}
-    (model / "tokenizer_config.json").write_text(json.dumps(described))
-    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
-
-    with ExitStack() as stack:
-        hub = stack.enter_context(start_server())
-
-        def start(name: str, *command: str) -> subprocess.Popen[bytes]:
-            log = stack.enter_context(open(out / f"{name}.log", "wb"))
-            started = [sys.executable, *command]
-            process = subprocess.Popen(started, stdout=log, stderr=log, env=environment, cwd=ROOT, process_group=0)
-            stack.callback(stop, process)
-            return process
-
-        def serve(name: str, folder: Path, port: int, disk: str) -> subprocess.Popen[bytes]:
-            extra = {"hub": hub.address, "model": "actor", "replica": name, "follow": "now", "disk": disk}
-            told = ["--load-format", "tensorhub", "--model-loader-extra-config", json.dumps(extra)]
-            called = ["--port", str(port), "--served-model-name", str(model), *SERVER_OPTIONS]
-            return start(name, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *told, *called)
-
+    trl = find_spec("trl")
+    if trl is None or trl.origin is None:
+        parser.error("TRL is not installed: pip install trl==1.16.0, or make test-trl")
+    with processes(options.out, also=[ROOT / "recipes/cpu/trl", Path(trl.origin).parents[1]]) as here:
+        for folder in (here.model, here.bare):
+            file = folder / "tokenizer_config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"response_schema": ANSWER}))
         ports = [free_port(), free_port()]
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        told = ["--hub", hub.address, "--servers", *urls, "--steps", str(options.steps), "--out", str(out / "trained")]
-        servers = [serve("server-0", model, ports[0], "fallback")]
-        trainer = start("trainer", "recipes/trl_grpo/train.py", str(model), *told)
-        log = out / "trainer.log"
+        told = [
+            "--hub",
+            here.hub,
+            "--servers",
+            *urls,
+            "--steps",
+            str(options.steps),
+            "--out",
+            str(here.out / "trained"),
+        ]
+        servers = [here.serve("server-0", here.model, ports[0], str(here.model), disk="fallback")]
+        trainer = here.start("trainer", "recipes/trl_grpo/train.py", str(here.model), *told)
+        log = here.log("trainer")
         until(lambda: rewards(log), "TRL takes its first step", trainer, *servers)
-        servers.append(serve("server-1", bare, ports[1], "never"))
-        held = ["server-0/0", "server-1/0"]
+        servers.append(here.serve("server-1", here.bare, ports[1], str(here.model)))
         until(lambda: trainer.poll() is not None, "training ends", *servers)
         newest = options.steps + 1
-        until(lambda: holders(hub.address, newest) == held, f"both servers hold version {newest}", *servers)
+        held = ["server-0/0", "server-1/0"]
+        until(lambda: holders(here.hub, newest) == held, f"both servers hold version {newest}", *servers)
         found = rewards(log)
-        checks = {
-            "TRL ended well": trainer.returncode == 0,
-            f"it has logged {options.steps} steps": len(found) == options.steps,
-            "its reward has risen": sum(found[-4:]) / 4 > sum(found[:4]) / 4,
-            f"both servers hold version {newest} and serve it": True,  # or `until` had raised
-            "the second server started from a peer": "from server-0" in (out / "server-1.log").read_text(),
-        }
-    for check, holds in checks.items():
-        print("ok   " if holds else "WRONG", check)
-    print("rewards:", " ".join(f"{each:.2f}" for each in found))
-    return 0 if all(checks.values()) else 1
+        print("rewards:", " ".join(f"{each:.2f}" for each in found))
+        return report(
+            {
+                "TRL ended well": trainer.returncode == 0,
+                f"it has logged {options.steps} steps": len(found) == options.steps,
+                "its reward has risen": sum(found[-4:]) / 4 > sum(found[:4]) / 4,
+                f"both servers hold version {newest} and serve it": True,  # or `until` had raised
+                "the second server started from a peer": "from server-0" in here.log("server-1").read_text(),
+            }
+        )
 
 
 def rewards(log: Path) -> list[float]:

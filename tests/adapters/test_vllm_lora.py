@@ -22,9 +22,9 @@ from vllm_engines import Engine, checkpoint, make_model, wait_until
 from vllm_ranks import alone
 from vllm_servers import Server, serving
 
+from recipes.servers import until
 from recipes.verl_grpo.make_model import make_model as make_tiny
 from recipes.verl_grpo.make_model import make_tokenizer
-from recipes.vllm_serve.__main__ import until
 from tensorhub_plugins.core import Client, UsageError, VersionRefused, start_server
 from tensorhub_plugins.vllm import lora
 from tensorhub_plugins.vllm.config import parse

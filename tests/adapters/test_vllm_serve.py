@@ -23,7 +23,8 @@ import requests
 from vllm_engines import Engine, checkpoint
 from vllm_servers import as_a_person, make_two_models
 
-from recipes.vllm_serve.__main__ import SERVER_OPTIONS, environment_for, free_port, stop, until
+from recipes.ranks import free_port
+from recipes.servers import SERVER_OPTIONS, environment_for, stop, until
 from tensorhub_plugins.core import Client, start_server
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(900)]

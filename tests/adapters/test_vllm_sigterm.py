@@ -24,7 +24,7 @@ pytest.importorskip("requests")
 from vllm_engines import checkpoint
 from vllm_servers import as_a_person, make_two_models, serving, starting
 
-from recipes.vllm_serve.__main__ import environment_for, stop, until
+from recipes.servers import environment_for, stop, until
 from tensorhub_plugins.core import Client, Server
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.vllm import plugin

@@ -14,8 +14,8 @@ from typing import Any
 import requests
 
 from recipes.ranks import free_port
+from recipes.servers import SERVER_OPTIONS, environment_for, stop, until
 from recipes.verl_grpo.make_model import make_model, make_tokenizer
-from recipes.vllm_serve.__main__ import SERVER_OPTIONS, environment_for, stop, until
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUEST_TIMEOUT_S = 120.0
