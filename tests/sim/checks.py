@@ -313,9 +313,12 @@ def _check_retained(world: World, worker: Worker, key: ShardKey) -> None:
         return
     others = [other for other in world.workers.values() if other is not worker]
     held = {k for other in others for k, offer in other.offers.items() if offer.complete}
-    # A holder that died is believed alive for a while; what dies is not lost by an unpublish.
-    recently = world.now - world.hub.limits.session_timeout_s - 6.0  # its last words may be that late
+    # A holder that died is believed alive for a while; what dies is not lost by an unpublish. Nor is what its publisher
+    # has given up, and was told to nobody: until the hub hears of it, it believes that to be there.
+    recently = world.now - world.deaf_s - world.hub.limits.session_timeout_s - 6.0  # its last words may be that late
     buried = {k for session, keys in world.graves.items() if world.dead[session] > recently for k in keys}
+    for session, other in world.hub.registry.workers.items():
+        buried |= {k for k in world.raised.get(session, {}).values() if k in other.holdings}
     rest = {ShardKey(key.version, key.layout, shard, key.shard_count) for shard in range(key.shard_count)} - {key}
     rest -= {k for k, offer in worker.offers.items() if offer.complete}
     known = {k for other in world.hub.registry.workers.values() for k, h in other.holdings.items() if h.complete}

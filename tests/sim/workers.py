@@ -191,7 +191,7 @@ class Worker:
             return
         self.alive = False
         world = self.world
-        world.dead[self.session] = world.now
+        world.dead[self.session] = world.now - world.deaf_s
         world.graves[self.session] = {key for key, offer in self.offers.items() if offer.complete}
         world.died_with[self.group.name, self.life, self.shard] = world.graves[self.session]
         world.workers.pop(self.session)

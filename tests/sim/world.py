@@ -127,7 +127,8 @@ class World:
         # they would have published
         self.workers: dict[bytes, Worker] = {}
         self.links: dict[Link, None] = {}
-        self.dead: dict[bytes, float] = {}  # session -> when it died
+        self.deaf_s = 0.0  # for how long the hub has been frozen so far
+        self.dead: dict[bytes, float] = {}  # session -> when it died, in seconds in which a hub was not frozen
         self.graves: dict[bytes, set[ShardKey]] = {}  # what the dead held
         self.ever_whole: set[int] = set()
         self.died_with: dict[tuple[str, int, int], set[ShardKey]] = {}  # group, its life, shard
@@ -333,6 +334,7 @@ class World:
         deaf_s, self.hub_deaf_since = self.now - (self.hub_deaf_since or self.now), None
         if deaf_s > DEAF_S_MIN:
             self.hub_listens_from += deaf_s
+            self.deaf_s += deaf_s
             self._feed_hub(hub_machine.Tick(deaf_s))
         self.visible_before = self._visible()
         held_before = held_by(self, event)
