@@ -448,7 +448,7 @@ class Client(OfThisProcess):
         return slab
 
     def reserve(self, specs: Iterable[TensorSpec], count: int) -> None:
-        """Allocate memory for so many calls of `allocate` for these tensors; it is pinned by the time of those."""
+        """Allocate memory for so many calls of `allocate` for these tensors; its pages are made in the background."""
         self._serving.pool.reserve(arguments.checked_specs(specs, NEVER), arguments.check_count(count))
 
     def serving(self) -> list[types.ShardKey]:

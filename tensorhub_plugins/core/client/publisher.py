@@ -154,9 +154,9 @@ class Publisher(OfThisProcess):
         self._executor: ThreadPoolExecutor | None = None
         self._coming: Future[dict[str, float]] | None = None  # the last version, in the background
         self._last_seconds: float | None = None  # that the previous version took
-        self._is_said = False  # the memory it takes was reported
+        self._is_said = self._is_reserved = False  # the memory it takes was reported, and is being made
         if model:
-            self._reserve(self._plain(self._pieces_of(map(self._cast_spec, self._mine))))
+            self._reserve(self._plain(self._pieces_of(map(self._cast_spec, self._mine))), ahead=True)
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._is_publishing, self._ahead = False, threading.Lock()  # held while a version that is over stays for deltas
         # Started with the first version that is over.
@@ -190,9 +190,9 @@ class Publisher(OfThisProcess):
 
     @calls.public
     def prepare(self, held: Iterable[Held]) -> None:
-        """Allocate the memory of the parts that `publish_parts` will be given, and pin it in the background, before the
-        first step is computed. Raise UsageError where it does not fit."""
-        self._reserve(self._plain(self._parts_of(_checked(held))[2]))
+        """Allocate the memory of the parts that `publish_parts` will be given; its pages are made, and pinned, in the
+        background, while the first step is computed. Raise UsageError where it does not fit."""
+        self._reserve(self._plain(self._parts_of(_checked(held))[2]), ahead=True)
 
     def version(self, step: int) -> int:
         """Return the version of this step, in the attempt that was begun."""
@@ -292,6 +292,7 @@ class Publisher(OfThisProcess):
         self._sent = report.manifest
         self._whole = whole
         calls.stays()
+        self._reserve_next(slab)
         self._is_publishing = False  # the deltas of what is over have time now
         while len(self._published) > self.keep:
             self._retired.put(self._published.popleft())
@@ -411,16 +412,29 @@ class Publisher(OfThisProcess):
         self._reserve(plain)
         return self.client.allocate(plain, deadline=deadline)
 
-    def _reserve(self, plain: list[TensorSpec]) -> None:
-        """Report the memory of its share of each version, and have it pinned where there is a device, once. Raise
-        UsageError where it does not fit."""
+    def _reserve(self, plain: list[TensorSpec], *, ahead: bool = False) -> None:
+        """Report the memory of its share of each version, once, and have it made ahead of the first one, and pinned
+        where there is a device. Raise UsageError where it does not fit."""
         if not self._is_said:
             mend = "keep fewer versions, publish them in a smaller dtype, or train on more hosts"
             need = Need(sum(spec.size_bytes for spec in plain), self.keep + 1)
             self.client.budget.check(need, workers=_ranks_here(), mend=mend)
             if here() is not None:
                 self.client.reserve(plain, self.keep + 1)
+                self._is_reserved = True
         self._is_said = True
+        if ahead and not self._is_reserved:
+            self._reserve_ahead(plain, self.keep + 1)
+
+    def _reserve_next(self, slab: Slab) -> None:
+        """Have the memory of the next versions made, once: the first one has only that of its own."""
+        if not self._is_reserved:
+            self._reserve_ahead(slab.specs, self.keep)
+
+    def _reserve_ahead(self, specs: Iterable[TensorSpec], count: int) -> None:
+        self._is_reserved = True
+        with contextlib.suppress(TensorHubError):  # the version that needs it says so
+            self.client.reserve(specs, count)
 
     def _cast_spec(self, spec: TensorSpec) -> TensorSpec:
         """Return what such a tensor is published as. A one-byte float is quantized: a cast would invalidate its

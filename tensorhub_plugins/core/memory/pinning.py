@@ -1,4 +1,4 @@
-"""Host memory that is pinned in the background, so that no transfer waits for it.
+"""Host memory whose pages are made and pinned in the background, so that no copy and no transfer waits for them.
 
 Until it is registered it is ordinary memory, and usable. A block is registered in pieces: while one is, CUDA's driver
 keeps other processes of the host waiting, and some kernels refuse large ones. Pieces end at a page between two tensors
@@ -42,12 +42,12 @@ MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; Python has no name for it
 
 class Pinned:
     """Host memory that is registered with a device in the background; `release` it before it is unmapped. done: it is
-    registered, or never will be; then `reason` says what is not, and why."""
+    registered, or never will be; then `reason` says what is not, and why. Without a device only its pages are made."""
 
     piece_size_bytes = POPULATE_SIZE_BYTES
 
     def __init__(
-        self, memory: torch.Tensor, device: Device, *, borders: Sequence[int] = (), is_lent: bool = False
+        self, memory: torch.Tensor, device: Device | None, *, borders: Sequence[int] = (), is_lent: bool = False
     ) -> None:
         """Prepare the registration. borders: where it may be cut; the last one is its end. is_lent: another process
         owns the memory, and only that one writes to it."""
@@ -64,14 +64,21 @@ class Pinned:
 
     def run(self) -> None:
         """Allocate the pages near the device, and register them. Called in the background, or at once."""
+        if self.device is None:
+            self._make_all_pages(self._memory)
+        else:
+            self._register(self.device)
+        self.done.set()
+
+    def _register(self, device: Device) -> None:
         if not self._is_lent:
-            self._prefer_node()
+            self._prefer_node(device)
         borders, at, lacking, why = self._borders, 0, 0, ""
         size_bytes_max = PINNED_AT_ONCE_BYTES
         while at < len(borders) - 1 and not self._released.is_set():
             last = max(bisect_right(borders, borders[at] + size_bytes_max) - 1, at + 1)
             piece = self._memory[borders[at] : borders[last]]
-            reason = self._pin(piece)
+            reason = self._pin(piece, device)
             if reason and last > at + 1:
                 size_bytes_max = piece.numel() // 2
                 continue
@@ -86,23 +93,22 @@ class Pinned:
             self.reason = "it was released before"
         elif lacking:
             self.reason = f"{gigabytes(lacking)} of {gigabytes(self._memory.numel())}: {why}"
-        self.done.set()
 
-    def _pin(self, piece: torch.Tensor) -> str:
+    def _pin(self, piece: torch.Tensor, device: Device) -> str:
         if not self._is_lent:
             self._make_all_pages(piece)
         with self._lock:
             if self._released.is_set():
                 return ""
-            reason = self.device.register(piece, read_only=self._is_lent)
+            reason = device.register(piece, read_only=self._is_lent)
             if not reason:
                 self._registered.append(piece)
             return reason
 
-    def _prefer_node(self) -> None:
-        node, memory = self.device.numa_node(), self._memory
+    def _prefer_node(self, device: Device) -> None:
+        node, memory = device.numa_node(), self._memory
         if node is not None and (reason := prefer(memory.data_ptr(), memory.numel(), node)):
-            logger.info("%s: its memory is not made on node %d: %s", self.device.name, node, reason)
+            logger.info("%s: its memory is not made on node %d: %s", device.name, node, reason)
 
     def _make_all_pages(self, memory: torch.Tensor) -> None:
         pieces = list(torch.split(memory, self.piece_size_bytes))
@@ -132,17 +138,20 @@ class Pinned:
 
     def _unregister(self) -> None:
         with self._lock:
-            while self._registered:
+            while self._registered and self.device is not None:
                 self.device.unregister(self._registered.pop())
         self._memory = self._memory[:0]
 
 
-def pin_block(block: Block, device: Device | None = None, *, required: bool = False) -> Pinned | None:
+def pin_block(
+    block: Block, device: Device | None = None, *, required: bool = False, ahead: bool = False
+) -> Pinned | None:
     """Register a block with this device (None: the calling thread's), in the background. Return None without a device.
 
-    required: register at once, or close the block and raise UsageError."""
+    required: register at once, or close the block and raise UsageError. ahead: nothing is written to it yet, and even
+    without a device its pages are made in the background."""
     device = here(begins=required) if device is None else device
-    if device is None and not required:
+    if device is None and not (required or ahead):
         return None
     try:
         return _pin(block, device, required=required)
@@ -159,10 +168,10 @@ def pin_lent(memory: torch.Tensor, device: Device, borders: Sequence[int]) -> Pi
 
 
 def _pin(block: Block, device: Device | None, *, required: bool) -> Pinned:
-    if device is None:
+    if device is None and required:
         raise UsageError("pin=True, but torch finds no CUDA device")
     pinned = Pinned(block.memory, device, borders=block.borders)
-    if not required:
+    if device is None or not required:
         _in_background(lambda: _pin_quietly(pinned))
         return pinned
     pinned.run()
@@ -174,7 +183,7 @@ def _pin(block: Block, device: Device | None, *, required: bool) -> Pinned:
 
 def _pin_quietly(pinned: Pinned) -> None:
     pinned.run()
-    if pinned.reason and not pinned._released.is_set():
+    if pinned.device is not None and pinned.reason and not pinned._released.is_set():
         _warn_once(
             f"{pinned.device.name} cannot pin {pinned.reason}. Copies go through pinned pieces: about half as fast"
         )

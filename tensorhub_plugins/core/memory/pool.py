@@ -37,9 +37,12 @@ class SlabPool:
         self._closed = False
         pass_on(self)
 
-    def take(self, specs: Iterable[TensorSpec], deadline: float = NEVER, room: Room | None = None) -> Slab:
+    def take(
+        self, specs: Iterable[TensorSpec], deadline: float = NEVER, room: Room | None = None, *, ahead: bool = False
+    ) -> Slab:
         """Return host memory for these tensors, none of them marked written; that of a past version, where possible.
-        room: the budget for new memory; None: what is free now. Raise ResourceRefused when it is exceeded."""
+        room: the budget for new memory; None: what is free now. Raise ResourceRefused when it is exceeded. ahead: it
+        is written later, see `Slab.allocate`."""
         wanted = TensorTable.of(specs)
         with self._lock:
             self._takes += 1
@@ -59,16 +62,21 @@ class SlabPool:
             found.expect_writes()
             return found
         (room or Room()).take(wanted.block_size_bytes)
-        slab = Slab.allocate(wanted, device=self._device, deadline=deadline)
+        slab = Slab.allocate(wanted, device=self._device, ahead=ahead, deadline=deadline)
         with self._lock:
             self._handed_out[slab] = 1
         return slab
 
     def reserve(self, specs: Iterable[TensorSpec], count: int) -> None:
-        """Allocate memory for so many later calls of `take`, as far as it would be kept. Errors as there."""
-        table = TensorTable.of(specs)
-        for slab in [self.take(table) for _ in range(min(count, POOLED_SLABS_MAX))]:
-            self.give_back(slab)
+        """Allocate memory for so many later calls of `take`, as far as it would be kept, and have its pages made in the
+        background. Errors as there: what was allocated before is kept."""
+        table, taken = TensorTable.of(specs), list[Slab]()
+        try:
+            for _ in range(min(count, POOLED_SLABS_MAX)):
+                taken.append(self.take(table, ahead=True))
+        finally:
+            for slab in reversed(taken):  # so that the one whose pages are made first is taken first
+                self.give_back(slab)
 
     def take_once(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> Slab:
         """Return host memory that is closed when it is returned. Raise ResourceRefused if there is not enough."""

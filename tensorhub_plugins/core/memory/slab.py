@@ -135,17 +135,19 @@ class Slab(OfThisProcess):
         *,
         pin: bool | None = None,
         device: devices.Device | None = None,
+        ahead: bool = False,
         deadline: float = NEVER,
     ) -> Slab:
         """Allocate one zeroed block of host memory for these tensors, mappable by other processes of this host.
 
         pin: None: register the block with `device` (None: the calling thread's) in the background, where this process
-        uses one; True: register it at once, or raise UsageError. Where the system has no memfd, the block is private
-        memory and `shared_fd` is None.
+        uses one; True: register it at once, or raise UsageError. ahead: it is written later, and its pages are made in
+        the background in any process, as the first write to a page takes much longer than the next. Where the system
+        has no memfd, the block is private memory and `shared_fd` is None.
         """
         table = TensorTable.of(specs)
         made = Block(table, deadline=deadline)
-        pinned = None if pin is False else pin_block(made, device, required=bool(pin))
+        pinned = None if pin is False else pin_block(made, device, required=bool(pin), ahead=ahead)
         return cls("allocated", table, made.runs, tensors=made.tensors, shared=(made.fd, made.liveness), pinned=pinned)
 
     @classmethod

@@ -14,6 +14,7 @@ from tensorhub_plugins.core import CHECKPOINT, Client, Location, NotPublished, S
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client.parts import Ownership
 from tensorhub_plugins.core.client.publisher import Publisher
+from tensorhub_plugins.core.errors import ResourceRefused
 
 
 def weights(seed, dtype=torch.float32, shapes=((64, 32), (7,), (128, 64), (), (3, 3, 3))):
@@ -315,3 +316,23 @@ def test_a_trainer_asks_for_copies_that_survive_its_rack(address, retain):
             assert_equal(operator.fetch(1).tensors(), weights(1))
         else:
             assert not idle.serving()
+
+
+@pytest.mark.parametrize(("is_known", "counts"), [(True, [2]), (False, [1])], ids=["announced", "found out"])
+@pytest.mark.parametrize("refuses", [False, True], ids=["there is room", "there is none"])
+def test_memory_is_made_before_it_is_needed_once(address, monkeypatch, is_known, counts, refuses):
+    """For the first version and the next, where the layout is known; else for the next, when the first is on offer."""
+    reserved, model, reserve = [], weights(1), Client.reserve
+
+    def reserving(client, wanted, count):
+        reserved.append((count, len(client.serving())))
+        if refuses:
+            raise ResourceRefused("no memory")
+        reserve(client, wanted, count)
+
+    monkeypatch.setattr(Client, "reserve", reserving)
+    with closing(publisher(address, keep=1, model=specs(model) if is_known else ())) as trainer:
+        for version in (1, 2, 3):
+            trainer.publish(version, weights(version).items())
+        assert reserved == [(count, not is_known) for count in counts]
+        assert_equal(read(address, 3)[0], weights(3))

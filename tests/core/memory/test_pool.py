@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.errors import ResourceRefused, UsageError
+from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.memory.pool import IDLE_ROUNDS_MAX, POOLED_SLABS_MAX, SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
@@ -124,3 +127,53 @@ def test_what_is_lent_is_for_nobody_else(pool):
     another.lend().close()
     pool.give_back(another)
     assert pool.take(OLD) is another  # the control: it was given back in time
+
+
+# --- memory that is made before it is written ---
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Where the pages of memory were made in the background, in order."""
+    addresses: list[int] = []
+    monkeypatch.setattr(pinning, "_populate", lambda memory: addresses.append(memory.data_ptr()))
+    return addresses
+
+
+def address_of(slab: Slab) -> int:
+    return slab.tensors()["w"].data_ptr()
+
+
+def test_what_is_reserved_is_made_in_the_background_and_taken_in_that_order(pool, made):
+    pool.reserve(OLD, 5)
+    assert pinning.wait_for_background(60) and len(made) == POOLED_SLABS_MAX
+    first, second = pool.take(OLD), pool.take(OLD)
+    assert [address_of(first), address_of(second)] == made
+    assert first.unwritten == ("w",) and first.unpinned == "" and first.copying_device is None
+    pool.take(OLD)  # it is written at once: the control
+    assert pinning.wait_for_background(60) and len(made) == POOLED_SLABS_MAX
+
+
+def test_what_is_closed_before_it_is_made_is_not_made(pool, made):
+    begin = threading.Event()
+    pinning._in_background(lambda: begin.wait(60) and None)
+    pool.reserve(OLD, 1)
+    pool.close()
+    begin.set()
+    assert pinning.wait_for_background(60) and made == []
+
+
+def test_a_reservation_that_is_refused_keeps_what_was_allocated_before(pool, monkeypatch):
+    allocate, left = Slab.allocate, [1]
+
+    def refuse(*given, **how):
+        if not left.pop():
+            raise ResourceRefused("no more")
+        left.append(0)
+        return allocate(*given, **how)
+
+    monkeypatch.setattr(Slab, "allocate", refuse)
+    with pytest.raises(ResourceRefused):
+        pool.reserve(OLD, 2)
+    left.append(0)
+    assert not is_closed(pool.take(OLD))
