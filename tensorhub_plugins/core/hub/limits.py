@@ -63,7 +63,7 @@ class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
     # A worker whose interpreter is held by one long kernel launch or compile must not expire.
     session_timeout_s: float = 15.0
     heartbeat_s: float = 1.0
-    # A quarter of one core, with ZeroMQ: 65,536 workers that sent one a second would need two cores for nothing else.
+    # A quarter of one core, with ZeroMQ: by that, 65,536 workers that sent one a second would need two for it.
     heartbeats_per_s_max: int = 8192
     # Three heartbeats: every live worker has sent its Hello again by then.
     grace_s: float = 3.0
