@@ -80,8 +80,9 @@ def test_the_device_is_the_engines_from_the_load_to_the_end_of_the_warm_up(
 
     def nothing(*_: object) -> None: ...
 
+    joining = SimpleNamespace(lora=(), draft=None)
     stands_in: dict[str, Any] = {
-        "parse": lambda *_: (SimpleNamespace(start_timeout_s=1.0), SimpleNamespace(lora=()) if joins else None),
+        "parse": lambda *_: (SimpleNamespace(start_timeout_s=1.0, disk="never"), joining if joins else None),
         "initialize_model": lambda **_: model,
         "join": nothing,
         "_read": lambda *_: True,
@@ -92,7 +93,7 @@ def test_the_device_is_the_engines_from_the_load_to_the_end_of_the_warm_up(
     loader: Any = load_format.TensorHubModelLoader
     monkeypatch.setattr(loader, "load_weights", nothing)
     model_config = SimpleNamespace(dtype=torch.float32)
-    vllm_config = SimpleNamespace(model_config=model_config)
+    vllm_config = SimpleNamespace(model_config=model_config, load_config=SimpleNamespace(load_format="tensorhub"))
     load_config = SimpleNamespace(device="cpu", model_loader_extra_config={})
     try:
         assert not gate.closed
