@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import tempfile
 import uuid
@@ -33,11 +34,13 @@ from tensorhub_plugins.core.errors import NotPublished, UsageError, VersionRefus
 from tensorhub_plugins.core.types import CHECKPOINT, attempt_of, step_of, version_of
 
 FOLDER = re.compile(r"weight_v(\d+)")  # by both frameworks
-LISTED = ".tensorhub/files"  # the tensor that lists the files of all ranks: which run's, and {name: size in bytes}
-NOTHING = ".tensorhub/nothing-{}"  # of a rank that has written no file
+OURS = ".tensorhub"  # in each folder
+LISTED = f"{OURS}/files-"  # and the id of the run: lists the files of all ranks, {name: size in bytes}
+BROUGHT = f"{OURS}/brought"  # this host did not write it
+NOTHING = f"{OURS}/nothing-"  # and the rank, which has written no file
 INDEX = "model.safetensors.index.json"
 TIMEOUT_S = 600.0  # for one publish, and for a version to come and be read
-SERVED = 2  # versions that a reading host offers to others, the newest ones
+KEPT = 2  # whole versions on a reading host's disk, and all versions that it offers to others: the newest ones
 
 _joined: dict[str, tuple[int, Client]] = {}  # by role, of this process
 _run: dict[str, int | str] = {}  # of a trainer: the id of its run, and the attempt that it has begun
@@ -53,6 +56,8 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None
     number = _number(folder)
     if number is None:  # a run begins, with an empty folder
         return
+    _check(args)
+    is_whole = _base(folder) is None
     rank, everything = _of_all_ranks({"run": uuid.uuid4().hex, "files": _files(folder)})
     ranks = len(everything)
     client = _client("trainer", "trainer", rank, ranks)
@@ -61,17 +66,19 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None
         _run.update(run=run, attempt=client.begin(number - 1, word=run, timeout_s=TIMEOUT_S))
     sizes = {name: size for each in everything for name, size in each["files"].items()}
     tensors = {name: _mapped(folder / name, sizes[name]) for name in _mine(everything, rank) if sizes[name]}
+    listed, content = f"{LISTED}{_run['run']}", json.dumps(sizes).encode()
+    _list(folder, listed, content)
     if rank == 0:
-        listed = json.dumps({"run": _run["run"], "files": sizes}).encode()
-        tensors[LISTED] = torch.frombuffer(bytearray(listed), dtype=torch.uint8)
-    tensors = tensors or {NOTHING.format(rank): torch.zeros(1, dtype=torch.uint8)}
+        tensors[listed] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    tensors = tensors or {f"{NOTHING}{rank}": torch.zeros(1, dtype=torch.uint8)}
     version = version_of(int(_run["attempt"]), number)
     client.publish(version, tensors, copy=False, timeout_s=TIMEOUT_S)
-    is_whole = _base(folder) is None
     for offered in {key.version for key in client.serving()} - {version}:
         former = folder.with_name(f"weight_v{step_of(offered):06d}")
         if not former.is_dir() or (is_whole and step_of(offered) < number - 1):  # the last one may still be read
             client.unpublish(offered)
+            if not getattr(args, "update_weight_disk_keep_files", True):  # slime deletes those of one node
+                shutil.rmtree(former, ignore_errors=True)
 
 
 def fetch(source_dir: str, target_version: int) -> None:
@@ -85,35 +92,41 @@ def fetch(source_dir: str, target_version: int) -> None:
     source = Path(source_dir)
     source.mkdir(parents=True, exist_ok=True)
     with _alone(source):
-        run = ""
+        for left in source.glob(".weight_v*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        listed, newest, whole = "", 0, target
         number: int | None = target
         while number:
             folder = source / f"weight_v{number:06d}"
-            if number == target or _mark_of(folder).get("run") != run:
-                run = _bring(folder, number)
-            number = _base(folder)
+            if not listed or not _is_here(folder, listed):
+                version, listed = _bring(folder, number)
+                newest = max(newest, version)
+            whole, number = number, _base(folder)
+        for offered in {key.version for key in _reader().serving()} if newest else ():
+            if offered <= newest - KEPT:
+                _reader().unpublish(offered)
+        for folder in source.glob("weight_v*"):
+            if (folder / BROUGHT).is_file() and (_number(folder) or 0) <= whole - KEPT:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def _bring(folder: Path, number: int) -> str:
-    """Bring one folder here; return the id of its run, "" if it was written here by the trainer itself."""
-    mark = _mark_of(folder)
-    if folder.is_dir() and not mark:
-        return ""
-    client = _client("rollout", f"{socket.gethostname()}-{os.getpid()}", 0, 1)
+def _bring(folder: Path, number: int) -> tuple[int, str]:
+    """Bring one folder here, unless it is; return its version, and what lists its files."""
+    client = _reader()
     deadline = Deadline.after(TIMEOUT_S)
     version = _visible(client, number, deadline)
     known = client.fetch(version, (CHECKPOINT,), wanted=(), timeout_s=deadline.remaining())
-    root = " ".join(sorted(manifest.root().hex() for manifest in known.manifests.values()))
-    if folder.is_dir() and mark.get("root") == root:
-        return str(mark["run"])
-    fetched = client.fetch(version, (CHECKPOINT,), serve=True, timeout_s=deadline.remaining())
-    try:
-        run = _write(fetched, folder, root)
-    finally:
-        fetched.release()
-    for offered in sorted({key.version for key in client.serving()})[:-SERVED]:
-        client.unpublish(offered)
-    return run
+    names = {spec.name for manifest in known.manifests.values() for spec in manifest.tensors}
+    lists = [name for name in names if name.startswith(LISTED)]
+    if len(lists) != 1:
+        raise VersionRefused("it is no folder: something else was published", version=version)
+    if not _is_here(folder, lists[0]):
+        fetched = client.fetch(version, (CHECKPOINT,), serve=True, timeout_s=deadline.remaining())
+        try:
+            _write(fetched, folder, lists[0])
+        finally:
+            fetched.release()
+    return version, lists[0]
 
 
 def _visible(client: Client, number: int, deadline: Deadline) -> int:
@@ -134,19 +147,15 @@ def _visible(client: Client, number: int, deadline: Deadline) -> int:
         client.wait(newer_than=newer_than, timeout_s=deadline.remaining())
 
 
-def _write(fetched: Fetched, folder: Path, root: str) -> str:
-    """Write the files, and then give the folder its name. Return the id of the run."""
+def _write(fetched: Fetched, folder: Path, listed: str) -> None:
+    """Write the files, and then give the folder its name."""
     tensors = {name: tensor.numpy() for name, tensor in fetched.tensors().items()}
-    if LISTED not in tensors:
-        raise VersionRefused("it is no folder: something else was published", version=fetched.version)
-    listed = json.loads(tensors[LISTED].tobytes())
-    sizes: dict[str, int] = listed["files"]
+    sizes: dict[str, int] = json.loads(tensors[listed].tobytes())
     wrong = [name for name, size in sizes.items() if size != (tensors[name].nbytes if name in tensors else 0)]
     if wrong:
         raise VersionRefused(f"{wrong[0]!r} is not as it was listed", version=fetched.version)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as made:
-        Path(made, "files").mkdir()
-        for name in sizes:
+        for name in (listed, BROUGHT, *sizes):
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts:
                 raise VersionRefused(f"{name!r} is no file of a folder", version=fetched.version)
@@ -154,12 +163,9 @@ def _write(fetched: Fetched, folder: Path, root: str) -> str:
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("wb") as file:
                 file.write(tensors[name].data if name in tensors else b"")
-        Path(made, "mark").write_text(json.dumps({"run": listed["run"], "root": root}))
         if folder.is_dir():
             os.replace(folder, Path(made, "former"))
-        os.replace(Path(made, "mark"), _mark(folder))  # a crash here leaves a mark without a folder, which is read anew
         os.replace(Path(made, "files"), folder)
-    return str(listed["run"])
 
 
 # --- folders ---
@@ -172,30 +178,38 @@ def _number(folder: Path) -> int | None:
 
 def _files(folder: Path) -> dict[str, int]:
     """Return the sizes of its files in bytes."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    return {name: sizes[name] for name in sorted(sizes) if not name.startswith(f"{OURS}/")}
 
 
 def _base(folder: Path) -> int | None:
     """Return the number of the version that this one is a delta to; None: it is a whole checkpoint."""
     try:
         described = json.loads((folder / INDEX).read_text()).get("metadata", {})
+        base = int(described["base_version"]) if "delta_encoding" in described else None
     except FileNotFoundError:
         return None
-    return int(described["base_version"]) if "delta_encoding" in described else None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{folder / INDEX} is no index of a checkpoint or a delta: {error!r}") from error
+    if base is not None and not 0 <= base < (_number(folder) or 0):
+        raise UsageError(f"{folder / INDEX}: a delta to version {base}, which is not an earlier one")
+    return base
 
 
-def _mark(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.tensorhub")
+def _list(folder: Path, listed: str, content: bytes) -> None:
+    """Write into a folder which files it has when it is whole: each rank does, with the same bytes."""
+    (folder / OURS).mkdir(exist_ok=True)
+    made = folder / OURS / uuid.uuid4().hex
+    made.write_bytes(content)
+    os.replace(made, folder / listed)
 
 
-def _mark_of(folder: Path) -> dict[str, str]:
-    """Return which run's folder this is, and of which bytes; empty: it did not come through the store."""
+def _is_here(folder: Path, listed: str) -> bool:
+    """Return whether a folder is of this run, and whole: of a trainer's nodes each may have a part of it."""
     try:
-        mark: dict[str, str] = json.loads(_mark(folder).read_text())
+        return bool(json.loads((folder / listed).read_text()) == _files(folder))
     except FileNotFoundError:
-        return {}
-    return mark
+        return False
 
 
 @contextmanager
@@ -211,6 +225,20 @@ def _mapped(path: Path, size: int) -> torch.Tensor:
 
 
 # --- ranks and clients ---
+
+
+def _check(args: Any) -> None:
+    """Raise UsageError for options of slime's with which no engine would read what is offered."""
+    if getattr(args, "release_train", False):
+        raise UsageError(
+            "--release-train ends the ranks, which offer the folder, before an engine reads it: leave it out"
+        )
+    if getattr(args, "update_weight_local_checkpoint_dir", "none") is None:
+        raise UsageError("set --update-weight-local-checkpoint-dir: without it engines read a shared disk, by no hook")
+
+
+def _reader() -> Client:
+    return _client("rollout", f"{socket.gethostname()}-{os.getpid()}", 0, 1)
 
 
 def _of_all_ranks(mine: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:

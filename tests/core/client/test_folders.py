@@ -9,12 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Server, TensorHubError, UsageError, VersionRefused, folders
+
+LISTED = f"{folders.LISTED}a-run"
 
 
 class Host:
@@ -43,9 +46,9 @@ class Host:
             path.write_bytes(content)
         return made
 
-    def publish(self, folder: Path) -> None:
+    def publish(self, folder: Path, **args: Any) -> None:
         with self._here():
-            folders.publish(None, str(folder), [])
+            folders.publish(SimpleNamespace(**args), str(folder), [])
 
     def fetch(self, number: int) -> None:
         with self._here():
@@ -76,7 +79,7 @@ def host(module_hub: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {name: folder.joinpath(name).read_bytes() for name in folders._files(folder)}
 
 
 def same(one: Host, other: Host, number: int) -> bool:
@@ -137,7 +140,7 @@ def test_what_the_trainer_wrote_on_this_host_is_left_alone(host: Callable[[str],
     inode = made.stat().st_ino
     trainer.fetch(1)
     assert made.stat().st_ino == inode and trainer.folder.joinpath(".tensorhub.lock").exists()
-    assert "rollout" not in trainer._joined
+    assert not trainer.serving("rollout")  # nothing was read
 
 
 @pytest.mark.parametrize("break_at", ["replace", "open"])
@@ -163,9 +166,9 @@ def test_a_host_that_fails_half_way_shows_no_folder_and_reads_it_again(
     ("tensors", "says"),
     [
         ({"w": b"12"}, "no folder"),
-        ({folders.LISTED: b'{"run": "r", "files": {"w": 2}}'}, "'w' is not as it was listed"),
-        ({folders.LISTED: b'{"run": "r", "files": {"../w": 2}}', "../w": b"12"}, "no file of a folder"),
-        ({folders.LISTED: b'{"run": "r", "files": {"/tmp/w": 2}}', "/tmp/w": b"12"}, "no file of a folder"),
+        ({LISTED: b'{"w": 2}'}, "'w' is not as it was listed"),
+        ({LISTED: b'{"../w": 2}', "../w": b"12"}, "no file of a folder"),
+        ({LISTED: b'{"/tmp/w": 2}', "/tmp/w": b"12"}, "no file of a folder"),
     ],
 )
 def test_what_is_no_folder_is_refused_and_nothing_is_written(
@@ -186,6 +189,64 @@ def test_what_builds_on_a_version_that_is_over_is_an_error(host: Callable[[str],
     trainer.publish(trainer.write(2, {"d": b"2"}, base=1))
     with pytest.raises(TensorHubError, match="have the trainer write a whole checkpoint"):
         late.fetch(2)
+
+
+def test_a_host_keeps_the_last_two_whole_ones_and_each_of_its_processes_no_more(host: Callable[[str], Host]) -> None:
+    """By whichever process of the host each of them was read."""
+    trainer, one = host("trainer"), host("one")
+    other = host("other")
+    other.folder = one.folder
+    for number in range(1, 6):
+        trainer.publish(trainer.write(number, {"w": os.urandom(100 + number)}))
+        for process in (one, other) if number % 2 else (other, one):
+            process.fetch(number)
+    assert sorted(path.name for path in one.folder.glob("weight_*")) == ["weight_v000004", "weight_v000005"]
+    assert one.serving("rollout") == [5] and other.serving("rollout") == [4]
+    assert len(list(trainer.folder.glob("weight_*"))) == 5
+    trainer.publish(trainer.write(6, {"w": b"6"}), update_weight_disk_keep_files=False)
+    assert [path.name for path in trainer.folder.glob("weight_*4")] == []  # slime deletes on one node only
+
+
+def test_a_trainers_node_with_a_part_of_the_files_gets_the_others(host: Callable[[str], Host]) -> None:
+    """So does a host with a former run's folder, or with a damaged one; what a killed process left is deleted."""
+    trainer, node = host("trainer"), host("node")
+    trainer.publish(trainer.write(1, {"a": b"1", "b": b"2"}))
+    listed = next(path for path in trainer.folder.glob(f"weight_v000001/{folders.LISTED}*"))
+    folders._list(node.write(1, {"a": b"1"}), listed.relative_to(trainer.folder / "weight_v000001").as_posix(), b"{}")
+    node.folder.joinpath(".weight_v000001-killed").mkdir()
+    node.fetch(1)
+    assert same(node, trainer, 1)
+    (node.folder / "weight_v000001" / "b").write_bytes(b"")
+    assert not same(node, trainer, 1)  # the control
+    node.fetch(1)
+    assert same(node, trainer, 1) and not list(node.folder.glob(".weight*"))
+
+
+@pytest.mark.parametrize(
+    ("described", "says"),
+    [
+        ([], "is no index"),
+        ({"metadata": None}, "is no index"),
+        ({"metadata": {"delta_encoding": "xor"}}, "base_version"),
+        ({"metadata": {"delta_encoding": "xor", "base_version": "000001"}}, "not an earlier one"),
+    ],
+)
+def test_an_odd_index_is_refused_before_it_is_offered(described: Any, says: str, host: Callable[[str], Host]) -> None:
+    trainer = host("trainer")
+    made = trainer.write(1, {"w": b"1"})
+    (made / folders.INDEX).write_text(json.dumps(described))
+    with pytest.raises(UsageError, match=says):
+        trainer.publish(made)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"release_train": True}, {"update_weight_local_checkpoint_dir": None}], ids=lambda wrong: min(wrong)
+)
+def test_options_with_which_nobody_would_read_are_refused(wrong: dict[str, Any], host: Callable[[str], Host]) -> None:
+    trainer = host("trainer")
+    made = trainer.write(1, {"w": b"1"})
+    with pytest.raises(UsageError, match=r"release-train|local-checkpoint-dir"):
+        trainer.publish(made, **wrong)
 
 
 def test_without_a_hub_it_says_what_to_set(host: Callable[[str], Host], monkeypatch: pytest.MonkeyPatch) -> None:
