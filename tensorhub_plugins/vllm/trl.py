@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -66,6 +67,9 @@ class StoreTransfer:
         self._publishes: dict[str, Any] = {"keep": keep, "dtype": dtype, "timeout_s": timeout_s}
         self._confirm_s = confirm_s
         self._step = 0
+        self._client: Client | None = None
+        if wrong := [url for url in self._servers if not url.startswith(("http://", "https://"))]:
+            raise UsageError(f"servers are a list of base URLs, such as http://server:8000: {wrong[0]!r} is none")
 
     # --- what TRL calls ---
 
@@ -94,8 +98,10 @@ class StoreTransfer:
 
     def destroy(self) -> None:
         """Leave the store, once another worker holds the last version."""
-        self._client.hand_over()
-        self._publisher.close()
+        if self._client is not None:  # TRL calls this after what fails before it has joined, too
+            self._client.hand_over()
+            self._publisher.close()
+            self._client = None
 
     # --- a whole checkpoint ---
 
@@ -120,7 +126,8 @@ class StoreTransfer:
         """Yield all tensors of the checkpoint."""
         steps = {source: step for step in self._steps for source in step.sources}
         known, waiting, done = self._model.state_dict().keys(), dict[str, torch.Tensor](), set[str]()
-        for name, tensor in given:
+        for sent, tensor in given:
+            name = sent.replace("_orig_mod.", "")  # by torch.compile; TRL takes the other prefixes off
             if name not in steps:
                 if name in known:  # tied to another
                     continue
@@ -168,11 +175,12 @@ def _version_of(url: str, otherwise: int) -> int:
     """Return the version that a server has; `otherwise` if it does not answer: it will start with the newest."""
     try:
         with urlopen(f"{url}/tensorhub", timeout=ASK_TIMEOUT_S) as reply:
-            following = json.load(reply)["following"]
-    except HTTPError as error:
-        following = None if error.code == HTTPStatus.NOT_FOUND else {"version": otherwise}
-    except (OSError, ValueError):
-        return otherwise
-    if following is None:
-        raise UsageError(f'{url} does not follow the store: start it with --load-format tensorhub and "follow"')
-    return int(following["version"])
+            text = reply.read()
+    except (OSError, HTTPException) as error:
+        text = b"" if isinstance(error, HTTPError) and error.code == HTTPStatus.NOT_FOUND else None
+    try:
+        return otherwise if text is None else int(json.loads(text)["following"]["version"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise UsageError(
+            f'{url} does not follow the store: start it with --load-format tensorhub and "follow"'
+        ) from error

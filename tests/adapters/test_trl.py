@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from vllm_engines import make_model
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Server, UsageError
 from tensorhub_plugins.core.types import attempt_of
-from tensorhub_plugins.vllm.trl import StoreTransfer
+from tensorhub_plugins.vllm.trl import StoreTransfer, _version_of
 
 TIMEOUT_S = 20.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,10 +155,56 @@ def test_the_training_waits_until_its_servers_have_the_version(
             transfer._servers, transfer._confirm_s = [url.rstrip("/")], 0.2
             transfer.resume()
             assert "not yet at" in caplog.text
-        for wrong in (404, {"following": None}):
+        for wrong in (404, {"following": None}, {}, [], "?", {"following": {"version": None}}, {"following": 1}):
             with server_that_says([wrong]) as (url, _), pytest.raises(UsageError, match="does not follow the store"):
                 transfer._servers = [url.rstrip("/")]
                 transfer.resume()
+
+
+def test_a_server_that_dies_as_it_answers_holds_nobody_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            for told in (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", b"garbage\r\n\r\n"):
+                with listening.accept()[0] as connection:
+                    connection.recv(1000)
+                    connection.sendall(told)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert [_version_of(url, 7), _version_of(url, 7)] == [7, 7]
+        answering.join(TIMEOUT_S)
+
+
+def test_a_training_that_fails_before_it_has_joined_says_why(hub: Server, tmp_path: Path) -> None:
+    """TRL leaves in any case, once."""
+    transfer = StoreTransfer(hub.address, str(tmp_path))
+    transfer.destroy()
+    transfer.init_weight_transfer()
+    for _ in range(2):
+        transfer.destroy()
+    for servers in ("http://server:8000", ["server:8000"]):
+        with pytest.raises(UsageError, match="list of base URLs"):
+            StoreTransfer(hub.address, str(tmp_path), servers=servers)
+
+
+def test_names_of_a_compiled_model_and_memory_that_changes_after_it_was_sent(hub: Server, tmp_path: Path) -> None:
+    """TRL takes merged adapters apart again as soon as it has sent them; an iterator that fails is of one send only."""
+    folder = make_model("qwen2-tied", tmp_path / "model", 1)
+    sent = [(f"_orig_mod.{name}", tensor) for name, tensor in trained(folder)]
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield sent[0]
+        raise OSError("a rank is gone")
+
+    with joined(hub, folder) as transfer:
+        with pytest.raises(OSError, match="a rank is gone"):
+            transfer.send_weights(failing())
+        transfer.send_weights(iter(sent))
+        for _, tensor in sent:
+            tensor.zero_()
+        assert same(read(hub)[1], folder)
 
 
 @pytest.mark.heavy
