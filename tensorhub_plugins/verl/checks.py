@@ -15,13 +15,14 @@ import msgspec
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.core.options import Need, gigabytes
 from tensorhub_plugins.verl import config
-from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WAY_OUT, WHERE, Options
+from tensorhub_plugins.verl.config import BACKEND, FLEET, MERGE, ROLLOUT, ROUTER, WAY_OUT, WHERE, Options
 from tensorhub_plugins.verl.versions import reported_as
 from tensorhub_plugins.vllm import drafts
 from tensorhub_plugins.vllm.outlook import (
     BESIDE,
     Model,
     Outlook,
+    adapter_summary,
     check_number,
     count,
     gpus_summary,
@@ -46,6 +47,10 @@ REFUSED_BY_WORKERS = {  # vLLM's options, and what they would do to updates
     "engram_config": "embeddings stay in host memory",
 }
 OPAQUE = ("torchao", "bitsandbytes")  # quantization that workers refuse (vllm/worker/online.py)
+DROP_IN = (
+    "in drop-in mode verl does not hand a LoRA adapter to its engines: set actor_rollout_ref.rollout.name="
+    f"{ROLLOUT} (pull mode), or {MERGE}"
+)
 RESUME = ("disable", "auto", "resume_path")
 POOLS = ("trainer", "actor_rollout_ref.rollout", "rollout", "reward.reward_model", "distillation")
 KINDS = ("tensor_model", "data", "pipeline_model", "expert")
@@ -115,7 +120,7 @@ def check(root: Any) -> tuple[Options, Outlook]:
     outlook.said.append(f"dtype: {dtype_summary(options)}")
     outlook.ask(check_resume, _get(root, "trainer"))
     outlook.ask(check_path, _get(root, "actor_rollout_ref", "model"))
-    outlook.ask(check_model, _get(root, "actor_rollout_ref", "model"))
+    outlook.tell(check_adapter, root, options)
     outlook.ask(check_drafts, rollout)
     if _get(rollout, "name") == ROLLOUT:
         outlook.ask(check_parallel, rollout)
@@ -299,22 +304,54 @@ def draft_of(rollout: Any) -> str | None:
     return str(given.get("method") or "draft_model")
 
 
-def check_model(model: Any) -> None:
-    """Refuse adapters: verl gives the store the base weights alone, which never change."""
-    lora = _get(model, "lora")
-    if (_get(model, "lora_rank") or _get(lora, "rank") or 0) > 0 and not _get(lora, "merge"):
-        raise UsageError(LORA)
+def trains_lora(model: Any) -> bool:
+    return (_get(model, "lora_rank") or _get(model, "lora", "rank") or 0) > 0
+
+
+def has_adapter(model: Any) -> bool:
+    """Return whether verl trains a LoRA adapter and does not merge it into the weights."""
+    return trains_lora(model) and not _get(model, "lora", "merge")
+
+
+def check_adapter(root: Any, options: Options) -> str:
+    """Return what becomes of a LoRA adapter; "" where there is none. Raise UsageError for one that no engine would
+    get."""
+    reference = _get(root, "actor_rollout_ref")
+    model, strategy = _get(reference, "model"), _get(reference, "actor", "strategy")
+    if not has_adapter(model):
+        return ""
+    if _get(reference, "rollout", "name") != ROLLOUT:
+        raise UsageError(DROP_IN)
+    if is_separate_async(root) and _get(reference, "hybrid_engine") is not False:
+        why = "verl itself gives adapters to engines on the trainer's GPUs, in a way that vLLM 0.29 does not take"
+        mend = "set actor_rollout_ref.hybrid_engine=False"
+    elif strategy not in ("fsdp", "fsdp2"):
+        why = f"verl's {strategy} engine does not hand over its adapter"
+        mend = "set actor_rollout_ref.actor.strategy=fsdp2"
+    elif not _get(model, "lora_rank"):
+        why = "actor_rollout_ref.model.lora.rank is of verl's Megatron engine alone"
+        mend = "set actor_rollout_ref.model.lora_rank"
+    elif not options.parts:
+        why, mend = "trainer ranks publish an adapter in parts", f"leave {WHERE}.parts=false out"
+    elif _get(model, "target_parameters"):
+        why = "vLLM applies adapters to modules, not to parameters"
+        mend = "leave actor_rollout_ref.model.target_parameters out"
+    else:
+        return adapter_summary(options.model, "actor_rollout_ref.model.path")
+    raise UsageError(f"{why}: {mend}, or {MERGE}")
 
 
 def parts_summary(root: Any, options: Options) -> str:
     """Return whether trainer ranks publish what they hold, or gather whole tensors, and why; see parts.py."""
     reference = _get(root, "actor_rollout_ref")
-    strategy, lora = _get(reference, "actor", "strategy"), _get(reference, "model", "lora")
+    strategy, model = _get(reference, "actor", "strategy"), _get(reference, "model")
+    if has_adapter(model):
+        return "each trainer rank publishes its part of the adapter, and nothing is gathered"
     if not options.parts:
         why = f"{WHERE}.parts=false"
     elif strategy not in ("fsdp", "fsdp2"):
         why = f"verl's {strategy} engine hands over whole tensors only"
-    elif (_get(reference, "model", "lora_rank") or _get(lora, "rank") or 0) > 0:
+    elif trains_lora(model):
         why = "LoRA: verl merges the adapter into whole tensors"
     elif _get(reference, "actor", "fsdp_config", "qat", "enable"):
         why = "quantization-aware training quantizes whole tensors"
@@ -326,6 +363,8 @@ def parts_summary(root: Any, options: Options) -> str:
 def tell_memory(outlook: Outlook, root: Any, options: Options, model: Model | None) -> None:
     """Say what hosts need. What exceeds a budget that is kept is wrong."""
     trainer, rollout = _get(root, "trainer"), _get(root, "actor_rollout_ref", "rollout")
+    if has_adapter(_get(root, "actor_rollout_ref", "model")):
+        return  # it is small
     if model is None:
         outlook.unseen.append(
             f"memory (actor_rollout_ref.model.path={_get(root, 'actor_rollout_ref', 'model', 'path')} is no folder "

@@ -29,10 +29,7 @@ TESTED_VERL = ("0.9.1",)
 TESTED_VLLM = names.run_with("verl")
 WAY_OUT = f"set {WHERE}.allow_untested=true"
 
-LORA = (
-    "the store moves whole weights: set actor_rollout_ref.model.lora.merge=true so that the trainer merges the adapter "
-    "before it publishes"
-)
+MERGE = "set actor_rollout_ref.model.lora.merge=true so that the trainer merges the adapter before it publishes"
 ROUTER = Path(__file__).with_name("router.yaml")  # a path, because verl opens it by one
 FLEET = ("fleet_min", "fleet_max", "fleet_target", "fleet_policy")
 DTYPES = ("bfloat16", "float16", "float32")

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from tensorhub_plugins.core import Client, HubUnreachable
 from tensorhub_plugins.verl import checks, config
+from tensorhub_plugins.vllm.lora import history_of
 from tensorhub_plugins.vllm.model_size import model_of
 from tensorhub_plugins.vllm.outlook import Model, Outlook, check_heads
 from tensorhub_plugins.vllm.ray import policy
@@ -55,6 +56,7 @@ def check(root: Any) -> Outlook:
     wrong = checks.settle(root)
     settle_dtype(root)
     settle_slices(root)
+    settle_adapter(root)
     model = model_of(root.actor_rollout_ref.model.get("path"))
     settle_timeout(root, model)
     options, outlook = checks.check(root)
@@ -94,9 +96,19 @@ def settle_slices(root: Any) -> None:
     given = (rollout.checkpoint_engine.get("engine_kwargs") or {}).get(config.BACKEND) or {}
     if rollout.get("name") == config.ROLLOUT:
         size, experts = (int(rollout.get(f"{kind}_parallel_size") or 1) for kind in ("tensor_model", "expert"))
+        if checks.has_adapter(root.actor_rollout_ref.model):  # every worker reads all of it
+            size = experts = 1
         for option, value in (("slices", size), ("slices_experts", experts == 1)):
             if given.get(option) is None:
                 OmegaConf.update(root, f"{config.WHERE}.{option}", value, force_add=True)
+
+
+def settle_adapter(root: Any) -> None:
+    """Name the history of a LoRA run after the adapter: nothing else is in it."""
+    if checks.has_adapter(root.actor_rollout_ref.model):
+        given = root.actor_rollout_ref.rollout.checkpoint_engine.get("engine_kwargs") or {}
+        model = str((given.get(config.BACKEND) or {}).get("model") or config.Options().model)
+        OmegaConf.update(root, f"{config.WHERE}.model", history_of(model), force_add=True)
 
 
 def settle_timeout(root: Any, model: Model | None) -> None:

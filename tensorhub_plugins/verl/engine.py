@@ -28,6 +28,7 @@ from tensorhub_plugins.verl.versions import told, version_of_step, waits_for_tra
 from tensorhub_plugins.vllm.config import FollowConfig
 from tensorhub_plugins.vllm.engine.follower import Status
 from tensorhub_plugins.vllm.engine.spans import PREFIX
+from tensorhub_plugins.vllm.lora import for_adapter
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import exit_on_error, own_engines
@@ -46,7 +47,8 @@ class TensorHubServer(vLLMHttpServer):
         super().__init__(*args, **kwargs)
         own_engines()
         self.options = config.parse(self.config.checkpoint_engine.engine_kwargs.get(config.BACKEND))
-        self.worker = f"rollout-{self.replica_rank}/0"
+        self._name = f"rollout-{self.replica_rank}"
+        self.worker = f"{self._name}/0"
         self._gives_back = False  # this replica leaves the run
         self._owned: OwnedEngine | None = None  # once there is an engine
         self._launch: asyncio.Task[None] | None = None
@@ -58,8 +60,19 @@ class TensorHubServer(vLLMHttpServer):
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         await super().launch_server(*args, **kwargs)
         if self.follows and self.node_rank == 0:
+            if self._has_adapter:
+                self.engine.generate = for_adapter(self.engine.generate, self.options.model, lambda: True)
             self._owned = OwnedEngine(self.engine, self.worker)
             self._owned.keep(self._start_following(self._owned))
+
+    @property
+    def _has_adapter(self) -> bool:
+        return bool(super().lora_as_adapter)
+
+    @property
+    def lora_as_adapter(self) -> bool:
+        """Have verl ask for its own adapter; one that follows has the store's instead."""
+        return self._has_adapter and not self.follows
 
     def _get_worker_extension_cls(self) -> str:
         if not self.follows:
@@ -92,7 +105,7 @@ class TensorHubServer(vLLMHttpServer):
                 logger.warning("%s: no hub yet: %s", self.worker, error)
                 await asyncio.sleep(1.0)
         await asyncio.to_thread(visitor.close)
-        await owned.follow(worker_config(options, replica=f"rollout-{self.replica_rank}"), known, how)
+        await owned.follow(worker_config(options, replica=self._name, adapter=self._has_adapter), known, how)
         await owned.watch()
 
     # --- generation ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ and otherwise nothing. Why this, of all roads:
 - it is in place when our own engine is made, in the process where it is needed, whichever way we were loaded. A
   subclass in verl's registry of engines comes too late where only `custom_backend_module` names us, and one of the
   worker has to be repeated for each of verl's trainers;
+- of a LoRA run verl would send the base weights, without the adapter: `Adapter` is what is published instead;
 - engines that export in another way (VeOmni, Megatron, torchtitan, Automodel) have that method as their own, and are
   left alone; so is every call with arguments, by which verl updates engines on the trainer's own GPUs.
 
@@ -41,6 +42,7 @@ from tensorhub_plugins.core import (
     is_fsdp1,
 )
 from tensorhub_plugins.vllm import checkpoint_names
+from tensorhub_plugins.vllm.lora import adapter_parts
 
 Piece: TypeAlias = tuple[str, int, tuple[int, ...]]  # name, first element, shape: of a tensor that lies in another
 
@@ -75,13 +77,26 @@ class Weights:
         self.engine = engine
         self._gather = gather
 
+    def held(self) -> Iterator[Held]:
+        """Return what this rank holds; nothing is gathered."""
+        return held_by_rank(self.engine)
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights, _ = self._gather(self.engine)
         yield from _renamed(weights, as_saved(self.engine))
 
 
+class Adapter(Weights):
+    """The same of a LoRA run that does not merge: all that changes, see docs/lora.md. It is never gathered."""
+
+    def held(self) -> Iterator[Held]:
+        """Return this rank's parts of the adapter, under the names of PEFT; the base weights are not touched."""
+        module, rank = self.engine.module, torch.distributed.get_rank()
+        return adapter_parts(getattr(module, "_fsdp_wrapped_module", module), _held(module), rank)
+
+
 def watch() -> None:
-    """Have verl's FSDP engines return `Weights` from now on. Calling it twice is fine."""
+    """Have verl's FSDP engines return `Weights`, or `Adapter`, from now on. Calling it twice is fine."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     original = FSDPEngine.get_per_tensor_param
@@ -92,7 +107,10 @@ def watch() -> None:
     def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return original(self, *args, **kwargs)
-        if why_gathered(self):
+        why = why_gathered(self)
+        if why == LORA and not self.model_config.lora.get("merge", False):
+            return Adapter(self, original), None
+        if why:
             (weights, adapter), saved = original(self), as_saved(self)
             return (_renamed(weights, saved) if saved else weights), adapter
         return Weights(self, original), None

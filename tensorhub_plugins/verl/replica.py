@@ -40,9 +40,10 @@ class TensorHubReplica(vLLMReplica):
         configuration.check_verl(options)
         configuration.check_vllm(options)
         checks.check_parallel(config)
-        checks.check_model(model_config)
         checks.check_fleet(options, config)
         self._root, self._options, self._groups = config._get_root(), options, groups
+        if checks.check_adapter(self._root, options) and self.config.load_format == "dummy":
+            self.config.load_format = "auto"  # no version holds them
         self._has_router = configuration.use_our_router(config)
         spans = reported_as(options.spans, config) if self._has_router else "oldest"
         # self.config is this replica's own copy, and what its servers are made with.

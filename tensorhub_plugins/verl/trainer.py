@@ -35,6 +35,7 @@ from tensorhub_plugins.core import (
 from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.verl import checks, config, hub, loading, null_worker, parts, steps
 from tensorhub_plugins.verl.versions import version_of_step
+from tensorhub_plugins.vllm.lora import CONFIG
 from tensorhub_plugins.vllm.ray.config import connect
 from tensorhub_plugins.vllm.ray.handles import answer
 
@@ -93,7 +94,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         assert self._publisher is not None, "init_process_group comes before send_weights"
         step, seen = version_of_step(global_steps or 0), self._ask_figures()
         if self.options.parts and isinstance(weights, parts.Weights):  # nothing is gathered: see parts.py
-            return await self._told(step, self._publisher.publish_parts(step, parts.held_by_rank(weights.engine)), seen)
+            return await self._told(step, self._publisher.publish_parts(step, weights.held()), seen)
         return await self._told(step, self._publisher.publish(step, _whole(weights)), seen)
 
     def _begin(self, publisher: Publisher, step: int) -> None:
@@ -132,6 +133,8 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         for. Raise UsageError, before the first one, where verl has no handles to give.
         """
         tensors = await asyncio.to_thread(self._receive, version_of_step(global_steps or 0))
+        if CONFIG in tensors:
+            raise UsageError(checks.DROP_IN)
         large = {name for name, tensor in tensors.items() if tensor.nbytes > self._bucket_size_bytes}
         if large and not device.is_support_ipc():
             raise _too_large({name: tensors[name].nbytes for name in large}, self._bucket_size_bytes)
@@ -233,7 +236,7 @@ def _whole(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
     """Return these weights. Raise UsageError for those of a LoRA run that verl has not merged: they never change."""
     for name, tensor in weights:
         if ".base_layer." in name or ".lora_" in name:
-            raise UsageError(f"{config.LORA} (verl gives the weights as {name})")
+            raise UsageError(f"verl gives the base weights of a LoRA run ({name}), which never change: {config.MERGE}")
         yield name, tensor
 
 

@@ -1,4 +1,6 @@
-"""LoRA adapters as versions: what a trainer publishes, and what an engine reads of it. Needs no vLLM.
+"""LoRA adapters as versions: what a trainer publishes, and what an engine reads of it.
+
+Needs no vLLM; and, to tell what a run will do, no torch.
 
 An adapter is a history of its own, under a model name of its own: its tensors as PEFT names them, and its configuration
 as one more tensor of bytes. Only the trainer publishes it; core knows nothing of it.
@@ -14,26 +16,35 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any, cast
 
-from tensorhub_plugins.core import UsageError, VersionRefused, flat_bytes, on_host
-from tensorhub_plugins.vllm.config import parse
+from tensorhub_plugins.core import UsageError, VersionRefused
 from tensorhub_plugins.vllm.model_facts import facts_of
 
 if TYPE_CHECKING:
     import torch
 
+    from tensorhub_plugins.core import Held
+
 CONFIG = "adapter_config.json"  # also the name of its tensor, uint8 of shape (length of the JSON text,)
 COUNT, BASE = "tensorhub_tensors", "tensorhub_base"  # what is added to the configuration
 PATH = "/tensorhub/"  # of an adapter in vLLM's requests; nothing is on any disk there
 FIRST_ID, IDS = 1_000_000, 2_000_000_000  # of the store's adapters in vLLM, which counts those of users from 1
+DEFAULT = ".default"  # the adapter's name, in those of a model's tensors
+SUFFIX = ".lora"  # of the history's name, after that of the model
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initial values that PEFT also takes from the base
 # Settings of PEFT that compute something else from the same matrices, or have another base; vLLM ignores them.
 OTHER_KINDS = (
     *("alora_invocation_tokens", "use_qalora", "use_bdlora", "monteclora_config", "arrow_config", "kasa_config"),
     "layer_replication",
 )
+
+
+def history_of(model: str) -> str:
+    """Return the name of the history of a framework's only adapter. model: as the run calls it."""
+    return f"{model.removesuffix(SUFFIX)}{SUFFIX}"
 
 
 def adapter_tensors(
@@ -65,9 +76,31 @@ def adapter_tensors(
     return {**adapter, CONFIG: _bytes_of(json.dumps(said, sort_keys=True, default=_plain))}
 
 
+def adapter_parts(model: Any, held: Iterable[Held], rank: int) -> Iterator[Held]:
+    """Yield what this rank publishes of the adapter of a sharded PEFT model: its part of each of `adapter_tensors`.
+
+    held: of all the model's tensors, under the model's names, as `fsdp1_parts` and `fsdp2_parts` make them. Nothing is
+    gathered. The first rank publishes the configuration, which stays that of the first call: a model that is saved may
+    say other things of itself afterwards. Errors as of `adapter_tensors`.
+    """
+    from tensorhub_plugins.core import Held, contiguous_spec
+
+    # PEFT itself finds nothing in a model that FSDP1 wraps: its modules have other names there.
+    ours = {name.replace(DEFAULT, ""): one for one in held if ".lora_" in (name := one.whole.name) and DEFAULT in name}
+    said = vars(model).get("tensorhub_adapter")
+    if said is None:
+        own = {"base_model_name_or_path": "", BASE: facts_of(model.get_base_model().config)}  # no folder of this node
+        config = {**model.peft_config["default"].to_dict(), **own}
+        said = vars(model)["tensorhub_adapter"] = adapter_tensors(cast(Any, ours), config)[CONFIG]
+    yield from (one.named(name) for name, one in ours.items())
+    yield Held(contiguous_spec(CONFIG, said.dtype, said.shape), said if rank == 0 else None)
+
+
 def adapter_of(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors of an adapter that was published, and its configuration. Raise VersionRefused for one that is
     not whole, and for what is no adapter."""
+    from tensorhub_plugins.core import flat_bytes, on_host
+
     adapter = dict(tensors)
     text = adapter.pop(CONFIG, None)
     if text is None:
@@ -94,9 +127,23 @@ def lora_request(name: str) -> Any:
     return LoRARequest(name, FIRST_ID + zlib.crc32(name.encode()) % IDS, f"{PATH}{name}")
 
 
+def for_adapter(generate: Callable[..., Any], name: str, is_there: Callable[[], bool]) -> Callable[..., Any]:
+    """Return AsyncLLM's `generate` for this adapter of the store. is_there: whether the engine has a version of it;
+    without one, requests are for the weights alone."""
+    request = lora_request(name)
+
+    @wraps(generate)
+    def generate_with(*args: Any, **given: Any) -> Any:
+        return generate(*args, **{**given, "lora_request": request if is_there() else None})
+
+    return generate_with
+
+
 def offer(models: Any, vllm_config: Any) -> None:
     """Have a server offer all adapters that its engine takes from the store. models: vLLM's OpenAIServingModels. Raise
     UsageError where the weights without an adapter would answer under the name of one."""
+    from tensorhub_plugins.vllm.config import parse
+
     _, joining = parse(vllm_config.load_config.model_loader_extra_config, vllm_config)
     names = () if joining is None else joining.lora
     taken = [name for name in names if models.is_base_model(name)]

@@ -83,6 +83,15 @@ def gpus_summary(parts: Mapping[str, int]) -> str:
     return f"GPUs: {sum(parts.values())} are needed ({for_})"
 
 
+def adapter_summary(model: str, base: str) -> str:
+    """Return what a run will do with its LoRA adapter. model: of its
+    history; base: where engines find its weights."""
+    return (
+        f"LoRA: the adapter is all that is published, as model {model}, and that hosts keep versions of; engines read "
+        f"the base weights from {base} as they start, and keep them"
+    )
+
+
 def memory_summary(options: StoreOptions, model: Model, worker: str, need: Need, workers: int) -> str:
     """Return what hosts need of `need` for each of so many workers. Raise UsageError where a budget that is kept is
     less."""

@@ -41,6 +41,7 @@ ONE_STEP_OFF = ["verl.experimental.one_step_off_policy.main_ppo", APART]
 FULLY_ASYNC = ["verl.experimental.fully_async_policy.fully_async_main", APART]
 OPTIONS = f"+{config.WHERE}"
 GATHER = f"{OPTIONS}.parts=false"
+LORA = "actor_rollout_ref.model.lora_rank=8"
 MERGED = "actor_rollout_ref.model.lora.merge=true"
 
 
@@ -90,7 +91,8 @@ def test_what_will_happen_is_told():
         (["actor_rollout_ref.actor.strategy=fsdp2"], "the part that fsdp2 gave it"),
         ([GATHER], f"gathered to every trainer rank ({config.WHERE}.parts=false)"),
         (["actor_rollout_ref.actor.strategy=megatron"], "verl's megatron engine hands over whole tensors only"),
-        (["actor_rollout_ref.model.lora_rank=8", MERGED], "verl merges the adapter into whole tensors"),
+        ([LORA], "each trainer rank publishes its part of the adapter"),
+        ([LORA, MERGED], "verl merges the adapter into whole tensors"),
         (
             ["actor_rollout_ref.actor.fsdp_config.qat.enable=true"],
             "quantization-aware training quantizes whole tensors",
@@ -100,6 +102,17 @@ def test_what_will_happen_is_told():
 def test_which_way_the_weights_take_is_told(arguments, says):
     told = told_of([*SEPARATE, *PULL, *arguments])
     assert [line for line in told if line.startswith("weights: ") and says in line]
+
+
+def test_the_history_of_an_adapter_is_called_after_it():
+    root = composed([*SEPARATE, *PULL, LORA, f"{OPTIONS}.dtype=float16"])
+    OmegaConf.set_struct(root, True)  # as Hydra makes it
+    for _ in range(2):  # it may be looked at twice
+        told = driver.check(root).said
+        given = config.parse(root.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.get(config.BACKEND))
+        assert (given.model, given.slices) == ("actor.lora", 1)  # every worker reads all of it
+    assert len([line for line in told if line.startswith("LoRA: ") and "as model actor.lora," in line]) == 1
+    assert not [line for line in told if line.startswith("memory: ")]  # of the whole model
 
 
 @pytest.mark.parametrize(
@@ -203,8 +216,12 @@ def test_verls_trainers_that_are_refused_have_no_engines_on_gpus_of_their_own():
         ([BACKEND], "rollout.name is not set"),
         ([*SEPARATE, *PULL[1:]], "follows the store, but"),
         ([*SEPARATE, BACKEND + "b", STORE[1]], "backend is 'tensorhubb': for the store set it to 'tensorhub'"),
-        ([*SEPARATE, *STORE, "actor_rollout_ref.model.lora_rank=8"], "model.lora.merge=true"),
-        ([*SEPARATE, *PULL, "actor_rollout_ref.model.lora_rank=8"], "model.lora.merge=true"),
+        ([*SEPARATE, *STORE, LORA], "rollout.name=vllm_tensorhub (pull mode), or set actor_rollout_ref.model.lora.mer"),
+        ([*SEPARATE, *PULL, LORA, "actor_rollout_ref.hybrid_engine=True"], "set actor_rollout_ref.hybrid_engine=False"),
+        ([*SEPARATE, *PULL, LORA, "actor_rollout_ref.actor.strategy=megatron"], "actor.strategy=fsdp2, or set actor"),
+        ([*SEPARATE, *PULL, "actor_rollout_ref.model.lora.rank=8"], "set actor_rollout_ref.model.lora_rank, or set"),
+        ([*SEPARATE, *PULL, LORA, GATHER], "parts=false out, or set actor"),
+        ([*SEPARATE, *PULL, LORA, "actor_rollout_ref.model.target_parameters=[w]"], "target_parameters out"),
         ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"], "GPUs that nobody uses"),
         ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.data_parallel_size=2"], "set it to 1"),
         ([*SEPARATE, *PULL, f"{OPTIONS}.keeep=3"], "did you mean 'keep'"),
@@ -228,7 +245,7 @@ def test_what_cannot_work_is_refused_with_what_to_change(arguments, says):
 
 
 def test_adapters_that_are_merged_are_fine():
-    assert not refusals([*SEPARATE, *PULL, "actor_rollout_ref.model.lora_rank=8", MERGED])
+    assert not refusals([*SEPARATE, *PULL, LORA, MERGED]) and not refusals([*SEPARATE, *STORE, LORA, MERGED])
 
 
 def test_a_run_without_the_store_is_none_of_ours():

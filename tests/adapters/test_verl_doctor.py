@@ -120,7 +120,7 @@ def test_everything_that_is_wrong_is_said_at_once(job):
     wrong = looked(
         [
             *(*SEPARATE, *PULL, *job),
-            *("trainer.v1.separate_async.parameter_sync_step=3", "actor_rollout_ref.model.lora_rank=8"),
+            *("trainer.v1.separate_async.parameter_sync_step=3", "actor_rollout_ref.model.lora.rank=8"),
             *("actor_rollout_ref.rollout.nam=vllm", "data.seeed=3", f"{ROLLOUT}.data_parallel_size=2"),
             *("reward.reward_model.enable=True", "actor_rollout_ref.actor.ppo_mini_batch_size=32"),
             "actor_rollout_ref.model.path=/not/here",

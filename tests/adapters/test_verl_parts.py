@@ -4,6 +4,7 @@ verl itself gathers. Two real ranks; dense and with experts, tied, FSDP1 and FSD
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,15 +27,18 @@ from tensorhub_plugins.core import Client, contiguous_spec, start_server  # noqa
 from tensorhub_plugins.verl import parts  # noqa: E402
 from tensorhub_plugins.verl.versions import version_of_step  # noqa: E402
 from tensorhub_plugins.vllm.checkpoint_names import checkpoint_tensors  # noqa: E402
+from tensorhub_plugins.vllm.lora import adapter_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 READ = "read\n"  # what a rank hears when its case has been read
 TIMEOUT_S = 240
+CONFIG_SIZE_BYTES_MAX = 4096  # of an adapter's configuration
 STEPS = (1, 2)
 CASES = [
     *("fsdp2 dense", "fsdp1 dense", "fsdp1 experts originals", "fsdp2 experts", "fsdp2 dense gathered", "broken"),
     *("fsdp1 mixtral originals", "fsdp2 mixtral", "fsdp2 mixtral gathered"),  # named as in a checkpoint
+    *("fsdp1 lora", "fsdp2 lora"),
 ]
 
 
@@ -56,25 +62,36 @@ def build(kind):
         config = transformers.MixtralConfig(**common, num_local_experts=3)
     else:
         config = transformers.Qwen2Config(**common, tie_word_embeddings=True)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if kind == "lora":
+        import peft
+
+        layers = ["q_proj", "down_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=layers, task_type="CAUSAL_LM"))
+    return model
 
 
 def engine_of(case):
     """verl's engine around a model, without what it needs to train."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType, fully_shard
+    from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType, fully_shard
     from verl.workers.engine.fsdp import transformer_impl
 
     strategy, kind, *how = (case if case != "broken" else "fsdp2 dense").split()
     module, mesh = build(kind), init_device_mesh("cpu", (RANKS,))
-    hf_config = module.config
+    hf_config, is_lora = module.config, kind == "lora"
     if strategy == "fsdp2":
-        for layer in module.model.layers:
+        for layer in module.get_submodule("base_model.model.model.layers" if is_lora else "model.layers"):
             fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
     else:
+        policy = transformer_impl.get_fsdp_wrap_policy(module, is_lora=True) if is_lora else None
         module = FullyShardedDataParallel(
-            module, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params="originals" in how
+            module,
+            auto_wrap_policy=policy,
+            device_mesh=mesh,
+            device_id=torch.device("cpu"),
+            use_orig_params="originals" in how,
         )
         state = StateDictType.SHARDED_STATE_DICT
         FullyShardedDataParallel.set_state_dict_type(module, state, ShardedStateDictConfig())
@@ -113,13 +130,22 @@ def stays(name, tensor):
     return parts.keeps_dtype(contiguous_spec(name, tensor.dtype, tensor.shape))
 
 
+def adapter_of_all(module):
+    """What PEFT saves of it. verl's own way finds nothing in FSDP1's modules."""
+    wraps = FullyShardedDataParallel.summon_full_params(module, writeback=False)
+    with wraps if isinstance(module, FullyShardedDataParallel) else contextlib.nullcontext():
+        names = [(clean_tensor_name(name), tensor) for name, tensor in module.named_parameters() if "lora_" in name]
+        whole = {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in names}
+    return {name.replace(".default", ""): tensor for name, tensor in whole.items()}
+
+
 def run_case(case, rank, address, folder):
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     from tensorhub_plugins.verl.trainer import TensorHubCheckpointEngine
 
     name = case.replace(" ", "-")
-    gathers = "gathered" in case
+    gathers, is_lora = "gathered" in case, "lora" in case
     engine = engine_of(case)
     store = TensorHubCheckpointEngine(
         1 << 20, is_master=rank == 0, hub=address, run="r", model=name, dtype="bfloat16", keep=3, parts=not gathers
@@ -133,24 +159,25 @@ def run_case(case, rank, address, folder):
             h._replace(tensor=None if h.tensor is None else h.tensor + 1) for h in honest(e)
         )
     for step in STEPS:
-        truth = {name: tensor.detach() for name, tensor in gather(engine)[0]}
+        truth = adapter_of_all(engine.module) if is_lora else {name: t.detach() for name, t in gather(engine)[0]}
         if "mixtral" in case:  # of which verl makes names that vLLM does not load
             assert "model.layers.0.mlp.experts.2.up_proj.weight" in truth
             state = engine.module.state_dict()
             whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
             truth = checkpoint_tensors(engine.module, whole)
         truth = {name: t if stays(name, t) else t.bfloat16() for name, t in truth.items()}
-        assert {tensor.dtype for tensor in truth.values()} == {torch.float32, torch.bfloat16}
+        assert {tensor.dtype for tensor in truth.values()} == {torch.bfloat16, *([] if is_lora else [torch.float32])}
         if rank == 0:
             torch.save(truth, folder / f"{name}.{step}")
         with Collectives() as collectives:
             weights, adapter = engine.get_per_tensor_param()
             metrics = asyncio.run(store.send_weights(weights, global_steps=step))
         assert adapter is None
-        assert isinstance(weights, parts.Weights)
+        assert isinstance(weights, parts.Adapter if is_lora else parts.Weights)
         assert (sum(collectives.seen.values()) > 0) == gathers, collectives.seen
         if rank == 0:
-            assert metrics["tensorhub/publish/bytes"] == sum(tensor.nbytes for tensor in truth.values())
+            size_bytes = sum(tensor.nbytes for tensor in truth.values())
+            assert 0 <= metrics["tensorhub/publish/bytes"] - size_bytes <= (CONFIG_SIZE_BYTES_MAX if is_lora else 0)
         engine.module(torch.arange(8).view(1, 8)).logits.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -176,6 +203,9 @@ def read(address, case, folder, processes):
             await_version(reader, version_of_step(step), processes, TIMEOUT_S)
             fetched = reader.fetch(version_of_step(step), timeout_s=60)
             truth, tensors = torch.load(folder / f"{name}.{step}"), fetched.tensors()
+            if "lora" in case:
+                tensors, config = adapter_of(tensors)
+                assert (config["r"], config["target_modules"]) == (3, ["down_proj", "q_proj"]) and len(truth) == 8
             assert sorted(tensors) == sorted(truth)
             assert all(tensors[n].dtype == tensor.dtype for n, tensor in truth.items())
             differ = [n for n, tensor in truth.items() if not torch.equal(tensors[n], tensor)]

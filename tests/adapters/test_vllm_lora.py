@@ -25,7 +25,7 @@ from vllm_servers import Server, serving
 from recipes.servers import until
 from recipes.verl_grpo.make_model import make_model as make_tiny
 from recipes.verl_grpo.make_model import make_tokenizer
-from tensorhub_plugins.core import Client, UsageError, VersionRefused, start_server
+from tensorhub_plugins.core import Client, Turns, UsageError, VersionRefused, start_server
 from tensorhub_plugins.vllm import lora
 from tensorhub_plugins.vllm.config import parse
 
@@ -113,6 +113,48 @@ def test_the_base_model_does_not_answer_under_the_name_of_an_adapter() -> None:
     models.is_base_model = lambda name: name in ("actor", NAME)
     with pytest.raises(UsageError, match="give another --served-model-name"):
         lora.offer(models, config)
+
+
+def test_ranks_publish_an_adapter_in_parts() -> None:
+    """What every rank has alike is published once, under the names and with the configuration of the whole."""
+    import peft
+    import transformers
+
+    base = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+    base.config = transformers.PretrainedConfig()
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0", "1"]))  # type: ignore[arg-type]
+    whole, ranks = lora.adapter_tensors(model), [Turns(rank, 2) for rank in range(2)]
+    shares = []
+    for turns in ranks:
+        held = [turns.one_of_all(name, tensor) for name, tensor in model.state_dict().items()]
+        shares.append({one.whole.name: one for one in lora.adapter_parts(model, held, turns.rank)})
+    assert shares[0].keys() == shares[1].keys() == whole.keys()
+    for name, tensor in whole.items():
+        given = [share[name].tensor for share in shares if share[name].tensor is not None]
+        assert len(given) == 1 and shares[0][name].whole == shares[1][name].whole, name
+        assert name == lora.CONFIG or torch.equal(given[0], tensor)  # type: ignore[arg-type]
+    assert all(any(one.tensor is not None for one in share.values()) for share in shares)
+    configs = [
+        lora.adapter_of({**whole, lora.CONFIG: each})[1] for each in (whole[lora.CONFIG], shares[0][lora.CONFIG].tensor)
+    ]
+    assert configs[1] == {**configs[0], "base_model_name_or_path": ""}
+    model.peft_config["default"].inference_mode = True  # as saving does
+    base.config.architectures = ["Other"]
+    again = {one.whole.name: one for one in lora.adapter_parts(model, held, 0)}
+    assert again[lora.CONFIG].whole == shares[0][lora.CONFIG].whole, "or the version would be another model's"
+
+
+def test_engines_of_a_framework_are_asked_for_the_adapter() -> None:
+    has_version, asked = [False], list[Any]()
+    generate = lora.for_adapter(lambda *args, **given: asked.append((args, given)), NAME, lambda: has_version[0])
+    generate("prompt", lora_request="theirs")
+    has_version[0] = True
+    generate("prompt", request_id="r")
+    assert asked == [
+        (("prompt",), {"lora_request": None}),
+        (("prompt",), {"request_id": "r", "lora_request": lora.lora_request(NAME)}),
+    ]
+    assert lora.history_of("actor") == lora.history_of("actor.lora") == NAME
 
 
 # --- real vLLM ---

@@ -254,7 +254,7 @@ def _follow(core: Any, caches: Caches, vllm_config: Any) -> None:
 
 def _follow_adapters(
     core: Any, whole: Core, joining: WorkerConfig, how: FollowConfig, *, secret: str | None = None, wait_s: float = 0.0
-) -> Here:
+) -> AdapterFollowers:
     """Have the workers join the histories of the adapters. wait_s: wait for the first version of each, before the
     engine answers anything; 0: requests run on the weights alone until it comes."""
     from tensorhub_plugins.vllm.engine.adapters import AdapterFollowers
@@ -287,9 +287,13 @@ def _follow_owner(core: Any, whole: Core, joining: dict[str, Any], how: dict[str
         learn_secret(secret)
         config = options.convert(how, FollowConfig, where="what the owner of this engine says")
         whole.pause_mode, whole.recompute = config.pause_mode, config.recompute
-        here = CoreFollower(whole, WorkerConfig.parse(joining), config)
-        if _version(core) is None:
-            core.collective_rpc("tensorhub_connect", args=(joining, secret))
+        parsed = WorkerConfig.parse(joining)
+        if parsed.lora:
+            (here,) = _follow_adapters(core, whole, parsed, config, secret=secret).each.values()
+        else:
+            here = CoreFollower(whole, parsed, config)
+            if _version(core) is None:
+                core.collective_rpc("tensorhub_connect", args=(joining, secret))
     except TensorHubError as error:
         return (type(error).__name__, error.message, error.version or 0), None
     except Exception as error:  # a worker's

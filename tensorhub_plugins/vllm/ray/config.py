@@ -83,8 +83,9 @@ def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count
     )
 
 
-def worker_config(given: TrainingOptions, *, replica: str) -> dict[str, Any]:
-    """Return what `tensorhub_connect` takes in the workers of an engine on this node; hub and run are known by now."""
+def worker_config(given: TrainingOptions, *, replica: str, adapter: bool = False) -> dict[str, Any]:
+    """Return what `tensorhub_connect` takes in the workers of an engine on this node; hub and run are known by now.
+    adapter: the run's model is a LoRA adapter, over weights that are not the store's."""
     location = location_of(given)
     own = {
         "replica": replica,
@@ -92,6 +93,7 @@ def worker_config(given: TrainingOptions, *, replica: str) -> dict[str, Any]:
         "advertise_host": node_addresses(),
         "job": job(),
         "preemptible": is_preemptible(),
+        **({"lora": [given.model], "model": f"{given.model}.base"} if adapter else {}),
     }
     return {**{name: getattr(given, name) for name in StoreOptions.__struct_fields__}, **own}
 

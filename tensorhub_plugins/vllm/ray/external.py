@@ -119,6 +119,8 @@ def refusal(url: str, expected: Expected, status: Status) -> str | None:
     following = status["following"]
     if following is None:
         return f'{url} does not follow the store: start it with "follow": "now" in --model-loader-extra-config'
+    if "adapters" in following:
+        return f"{url} answers with LoRA adapters, which jobs do not ask servers for: let the job start more engines"
     if (following["run"], following["model"]) != (expected.run, expected.model):
         return (
             f"{url} follows run {following['run']}, model {following['model']}, and this job is run {expected.run}, "

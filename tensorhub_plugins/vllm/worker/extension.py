@@ -50,7 +50,7 @@ import torch
 from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memory, gate, keys_from_environment, work
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts, names
-from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank, shares_experts
+from tensorhub_plugins.vllm.config import WorkerConfig, check_lora, is_further_rank, shares_experts
 from tensorhub_plugins.vllm.worker import adapters, addresses, cpu, draft, fingerprint, need, online, progress, weights
 from tensorhub_plugins.vllm.worker.external_change import external_change
 from tensorhub_plugins.vllm.worker.methods import CHANGE_WEIGHTS, may_change_weights
@@ -110,6 +110,7 @@ class TensorHubWorkerExtension:
         for the first one of each, and install it; 0: it is installed when it comes."""
         learn_secret(secret)
         model, parsed = self.model_runner.get_model(), WorkerConfig.parse(config)
+        check_lora(parsed.lora, self.vllm_config)
         leave_adapters(model)
         joined = vars(model)["tensorhub_adapters"] = {}
         gather, shard = engine_gather(self.vllm_config)
