@@ -22,6 +22,7 @@ import msgspec
 from tensorhub_plugins.core import UsageError, options, run_log
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
+from tensorhub_plugins.vllm.lora import RANKS, history_of
 from tensorhub_plugins.vllm.model_size import model_of
 from tensorhub_plugins.vllm.outlook import check_number, is_meant
 
@@ -40,6 +41,7 @@ NUMBERS = {
     **dict.fromkeys(("actor.num_nodes", "actor.num_gpus_per_node", "vllm.tensor_parallel_size"), 1),
     **dict.fromkeys(("ds.tensor_parallel_size", "ds.ring_attn_size", "rollout.n_samples_per_prompt"), 1),
     **{f"{part}.{name}": 1 for part in ("train", "rollout") for name in ("batch_size", "micro_batch_size")},
+    "ds.lora.rank": 0,
     **{f"{part}.{name}": 0 for part in ("ref", "reward", "critic") for name in ("num_nodes", "num_gpus_per_node")},
 }
 
@@ -93,8 +95,10 @@ def parse(backend: str) -> Options:
 
 
 def settled(given: Options, args: Any) -> Options:
-    """Return the options of a run: a version of a large model gets the time that its bytes take, or more while it
-    works, unless the flag says another. args: OpenRLHF's, parsed."""
+    """Return the options of a run: the history of a LoRA adapter is called after it; a version of a large model gets
+    the time that its bytes take, or more while it works, unless the flag says another. args: OpenRLHF's, parsed."""
+    if args.ds.lora.rank > 0:
+        given = msgspec.structs.replace(given, model=history_of(given.model))
     if "timeout_s" in dict(parse_qsl(urlsplit(args.vllm.sync_backend).query)):
         return given
     model = model_of(args.actor.model_name_or_path)
@@ -161,10 +165,12 @@ def refusals(args: Any) -> Iterator[str]:
         yield "--actor.model_name_or_path is empty: name a model's folder, or one on the Hugging Face hub"
     if (args.vllm.num_engines or 0) < 1:
         yield f"{FLAG} {NAME} moves weights to vLLM engines: set --vllm.num_engines to 1 or more"
-    if args.ds.lora.rank > 0 or args.ds.load_in_4bit:
+    if args.ds.lora.rank > RANKS[-1]:
+        yield f"--ds.lora.rank is {args.ds.lora.rank}, and vLLM takes adapters of rank {RANKS[-1]} at most: lower it"
+    if args.ds.load_in_4bit:
         yield (
-            "OpenRLHF trains LoRA and 4-bit models under names that vLLM does not load: the store moves full weights, "
-            "so set --ds.lora.rank 0 and leave out --ds.load_in_4bit"
+            "OpenRLHF trains 4-bit models under names that vLLM does not load, and an adapter over other weights than "
+            "the engines': leave out --ds.load_in_4bit"
         )
     if args.data.max_images_per_prompt > 0:
         yield (

@@ -28,8 +28,18 @@ from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.config import FLAG, NAME, Options
 from tensorhub_plugins.openrlhf.install import backend_of
 from tensorhub_plugins.vllm import command_line
+from tensorhub_plugins.vllm.lora import history_of
 from tensorhub_plugins.vllm.model_size import model_of
-from tensorhub_plugins.vllm.outlook import BESIDE, Model, Outlook, check_heads, count, gpus_summary, memory_summary
+from tensorhub_plugins.vllm.outlook import (
+    BESIDE,
+    Model,
+    Outlook,
+    adapter_summary,
+    check_heads,
+    count,
+    gpus_summary,
+    memory_summary,
+)
 
 STOCK, OURS = "openrlhf.cli.train_ppo_ray", "tensorhub_plugins.openrlhf.train_ppo_ray"
 UNKNOWN = f"is not as the adapter knows it: install openrlhf {' or '.join(config.TESTED_OPENRLHF)}"
@@ -151,7 +161,9 @@ def tell(outlook: Outlook, options: Options, args: Any, needs: Mapping[str, int]
         else "engines: stand still while bytes arrive in their live weights (install=direct)",
         f"losses: Ray starts an engine again up to {options.restarts} times, its prompts are asked elsewhere",
     ]
-    if model is not None:
+    if args.ds.lora.rank:
+        outlook.said.append(adapter_summary(history_of(options.model), "--actor.model_name_or_path"))
+    elif model is not None:
         size_bytes, tp = config.ELEMENT_SIZE_BYTES * model.elements, args.vllm.tensor_parallel_size
         share, slice_ = Need(size_bytes // ranks, options.keep + 1), Need(size_bytes // tp, options.copies)
         outlook.tell(memory_summary, options, model, "each trainer rank", share, args.actor.num_gpus_per_node)

@@ -25,6 +25,7 @@ from tensorhub_plugins.openrlhf.journal import Call, GivenBack, Journal, Journal
 from tensorhub_plugins.openrlhf.versions import Versioned, came_from
 from tensorhub_plugins.vllm.config import FollowConfig
 from tensorhub_plugins.vllm.engine.spans import PREFIX
+from tensorhub_plugins.vllm.lora import engine_arguments, for_adapter
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import worker_config
 from tensorhub_plugins.vllm.ray.health import EngineLost, own_engines
@@ -43,20 +44,26 @@ _Stock: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class.__ray_
 
 class TensorHubEngine(_Stock):
     """`tensorhub`: {"backend": the flag's value, "engine": number, "partial": requests outlive an update, "sync": the
-    trainer waits for the samples of its newest version, "joins": it starts from a peer's weights if one has any}."""
+    trainer waits for the samples of its newest version, "lora": the rank of the adapter that it follows over weights
+    from disk; 0: it follows weights, "joins": it starts from a peer's weights if one has any}."""
 
     executor: Any
 
     async def __init__(self, *args: Any, tensorhub: dict[str, Any], **kwargs: Any) -> None:  # type: ignore[misc]
         self.options, name = config.parse(tensorhub["backend"]), f"rollout-{tensorhub['engine']}"
         kwargs["worker_extension_cls"] = EXTENSION
-        worker = worker_config(self.options, replica=name)
-        if tensorhub["joins"]:
+        rank = tensorhub["lora"]
+        worker = worker_config(self.options, replica=name, adapter=rank > 0)
+        if rank:
+            kwargs |= engine_arguments(rank)
+        elif tensorhub["joins"]:
             kwargs["load_format"] = config.NAME
             kwargs["model_loader_extra_config"] = {**worker, "disk": "fallback"}
         own_engines()
         known = await asyncio.to_thread(secret.learn)  # vLLM's processes inherit it
         await _Stock.__init__(self, *args, **kwargs)
+        if rank:  # before its first version the weights alone are what is trained
+            self.llm.generate = for_adapter(self.llm.generate, self.options.model, self._has_version)
         self.llm.generate = named(self.llm.generate)
         self.worker = f"{name}/0"
         self.executor = Versioned(self.executor)
@@ -76,6 +83,9 @@ class TensorHubEngine(_Stock):
         await self.owned.follow(worker, known, how)
         self.owned.keep(self.owned.watch())
         await self.owned.caught_up()
+
+    def _has_version(self) -> bool:
+        return self.owned.status.version > 0
 
     # --- what OpenRLHF asks for ---------------------------------------------------------------------------------------
 

@@ -77,8 +77,8 @@ class EngineFactory:
     def __init__(
         self, remote_engine: Any, options: config.Options, chosen: Any, start_fleet: Callable[[EngineLauncher], None]
     ) -> None:
-        """Stand for OpenRLHF's class of engines. chosen: backend, partial, sync and engines, known by the time that an
-        engine is made."""
+        """Stand for OpenRLHF's class of engines. chosen: backend, partial, sync, lora and engines, known by the time
+        that an engine is made."""
         self._remote_engine, self._options, self._chosen, self._start_fleet = (
             remote_engine,
             options,
@@ -94,7 +94,7 @@ class EngineFactory:
 
         def remote(**kwargs: Any) -> Any:
             number, chosen = len(self._places), self._chosen
-            extra = {"backend": chosen.backend, "partial": chosen.partial, "sync": chosen.sync}
+            extra = {name: getattr(chosen, name) for name in ("backend", "partial", "sync", "lora")}
             engine = made.remote(**kwargs, tensorhub={**extra, "engine": number, "joins": False})
             self._places[f"rollout-{number}"] = scheduling_strategy, kwargs["bundle_indices"]
             if len(self._places) == chosen.engines:
@@ -118,7 +118,7 @@ def install(options: config.Options) -> None:
     from tensorhub_plugins.vllm.ray import fleet, policy
 
     chosen = SimpleNamespace(
-        backend="", partial=False, sync=False, engines=0
+        backend="", partial=False, sync=False, lora=0, engines=0
     )  # known when OpenRLHF has read its command line
     get_strategy = openrlhf.utils.get_strategy
 
@@ -133,7 +133,7 @@ def install(options: config.Options) -> None:
             refuse(error)
         chosen.partial = bool(args.train.partial_rollout_enable)
         chosen.engines = args.vllm.num_engines
-        chosen.sync = not args.train.async_enable
+        chosen.sync, chosen.lora = not args.train.async_enable, args.ds.lora.rank
         args.vllm.sync_backend = chosen.backend  # it reaches every actor with the arguments
         print(f"tensorhub: hub {config.parse(chosen.backend).hub}, run {config.parse(chosen.backend).run}", flush=True)
         return get_strategy(args)

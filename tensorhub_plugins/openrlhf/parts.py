@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tensorhub_plugins.core import Held, Turns, contiguous_spec, held_run
+from tensorhub_plugins.core import Held, Turns, UsageError, contiguous_spec, held_run
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.checkpoint_names import Step
+from tensorhub_plugins.vllm.lora import adapter_parts
 
 CONVERTED = "the checkpoint's tensors are not the model's own"
 
@@ -40,15 +41,29 @@ def held_by_rank(model: torch.nn.Module, steps: Iterable[Step]) -> Iterator[Held
     own = model.state_dict(keep_vars=True)
     turns = Turns(distributed.get_rank(), distributed.get_world_size())
     for step in steps:
-        (name,), tensor = step.targets, own[step.sources[0]]
-        if not hasattr(tensor, "ds_tensor"):  # a buffer, which every rank has
-            yield turns.one_of_all(name, tensor)
-            continue
-        piece = tensor.ds_tensor.detach().view(-1)
-        whole = contiguous_spec(name, piece.dtype, tensor.ds_shape)
-        elements: int = prod(whole.shape)
-        start = min(turns.rank * piece.numel(), elements)
-        yield held_run(whole, piece[: elements - start], start)
+        (name,) = step.targets
+        yield _held(name, own[step.sources[0]], turns)
+
+
+def adapter_by_rank(model: torch.nn.Module) -> Iterator[Held]:
+    """Yield this rank's parts of a LoRA adapter, of which every rank has all unless it is cut, under PEFT's names.
+    Raise UsageError where the parts are not known."""
+    turns = Turns(distributed.get_rank(), distributed.get_world_size())
+    own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if ".lora_" in name}
+    for name, tensor in own.items():
+        if problem := _problem(name, tensor, turns.ranks):
+            raise UsageError(f"{problem}: set --ds.zero_stage 2, or train without LoRA")
+    return adapter_parts(model, (_held(name, tensor, turns) for name, tensor in own.items()), turns.rank)
+
+
+def _held(name: str, tensor: Any, turns: Turns) -> Held:
+    if not hasattr(tensor, "ds_tensor"):  # a buffer, or not ZeRO-3: every rank has it
+        return turns.one_of_all(name, tensor)
+    piece = tensor.ds_tensor.detach().view(-1)
+    whole = contiguous_spec(name, piece.dtype, tensor.ds_shape)
+    elements: int = prod(whole.shape)
+    start = min(turns.rank * piece.numel(), elements)
+    return held_run(whole, piece[: elements - start], start)
 
 
 def _are_its_own(model: torch.nn.Module, own: Mapping[str, Any], steps: Iterable[Step]) -> bool:

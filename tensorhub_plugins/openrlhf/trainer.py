@@ -62,9 +62,10 @@ class PolicyModelActor(_Policy):
         )
         self._is_sharded = strategy.args.ds.zero_stage == 3
         module = self.actor.model.module
-        self._steps = checkpoint_names.steps(module, parts.shape_of)
-        self._by_parts = False
-        if self._is_sharded:
+        self._is_adapter = strategy.args.ds.lora.rank > 0  # all that is published, and by parts
+        self._steps = [] if self._is_adapter else checkpoint_names.steps(module, parts.shape_of)
+        self._by_parts = self._is_adapter
+        if self._is_sharded and not self._is_adapter:
             why = parts.why_gathered(module, self._steps, ranks) if options.parts else "parts=false"
             self._by_parts = not why
             if why and rank == 0:
@@ -78,7 +79,7 @@ class PolicyModelActor(_Policy):
             timeout_s=options.timeout_s,
             # Of a model that is gathered, the ranks' shares are known before the first version.
             model=[] if self._by_parts else [spec for step in self._steps for spec in _specs(step)],
-            slices=max(1, int(strategy.args.vllm.tensor_parallel_size)),
+            slices=1 if self._is_adapter else max(1, int(strategy.args.vllm.tensor_parallel_size)),
             slices_experts=True,  # OpenRLHF's engines are not expert parallel
             retain=options.retain,
             begins=True,
@@ -105,7 +106,8 @@ class PolicyModelActor(_Policy):
         return {**metrics, "attempt": float(self._publisher.attempt or 0)}
 
     def _held(self) -> Iterator[Held]:
-        return parts.held_by_rank(self.actor.model.module, self._steps)
+        module = self.actor.model.module
+        return parts.adapter_by_rank(module) if self._is_adapter else parts.held_by_rank(module, self._steps)
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, under the names of a checkpoint. With ZeRO-3 each step is a collective of all ranks."""

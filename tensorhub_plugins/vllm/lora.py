@@ -34,6 +34,7 @@ PATH = "/tensorhub/"  # of an adapter in vLLM's requests; nothing is on any disk
 FIRST_ID, IDS = 1_000_000, 2_000_000_000  # of the store's adapters in vLLM, which counts those of users from 1
 DEFAULT = ".default"  # the adapter's name, in those of a model's tensors
 SUFFIX = ".lora"  # of the history's name, after that of the model
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initial values that PEFT also takes from the base
 # Settings of PEFT that compute something else from the same matrices, or have another base; vLLM ignores them.
 OTHER_KINDS = (
@@ -137,6 +138,11 @@ def for_adapter(generate: Callable[..., Any], name: str, is_there: Callable[[], 
         return generate(*args, **{**given, "lora_request": request if is_there() else None})
 
     return generate_with
+
+
+def engine_arguments(rank: int) -> dict[str, Any]:
+    """Return what vLLM's engines are started with for one adapter of this rank, 1 to the last of RANKS."""
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(each for each in RANKS if each >= rank)}
 
 
 def offer(models: Any, vllm_config: Any) -> None:

@@ -62,7 +62,7 @@ def test_another_program_is_refused() -> None:
         ([*FLAG, "--train.colocate_all", "--actor.num_gpus_per_node", "2"], "the store is not used"),
         (["--vllm.sync_backend", "tensorhub:?fleet_policy=nowhere.at_all"], "nowhere"),
         (["--vllm.sync_backend", "tensorhub:?fleet_min=3&fleet_max=2"], "option fleet_max is 2"),
-        ([*FLAG, "--ds.lora.rank", "8"], "so set --ds.lora.rank 0"),
+        ([*FLAG, "--ds.lora.rank", "513"], "vLLM takes adapters of rank 512 at most"),
         ([*FLAG, "--ds.load_in_4bit"], "leave out --ds.load_in_4bit"),
         ([*FLAG, "--ds.param_dtype", "fp16"], "use bf16"),
         ([*FLAG, "--train.agent_func_path", "/not/here.py"], "not on this machine: --train.agent_func_path=/not/here"),
@@ -169,10 +169,18 @@ def test_another_openrlhf_is_not_guessed_at(tmp_path: Path) -> None:
 
 @needs_openrlhf
 def test_everything_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["--ds.lora.rank", "8", "--ds.param_dtype", "fp16", "--reward.remote_url", "/r.py", "--train.colocate_all"]
+    wrong = [
+        "--ds.lora.rank",
+        "600",
+        "--ds.param_dtype",
+        "fp16",
+        "--reward.remote_url",
+        "/r.py",
+        "--train.colocate_all",
+    ]
     assert doctor.main([*JOB, "--vllm.sync_backend", "tensorhub:?kep=1", *wrong]) == 1
     said = capsys.readouterr().err.splitlines()
-    for words in ("did you mean 'keep'", "--ds.lora.rank 0", "use bf16", "--reward.remote_url=/r.py", "CUDA IPC"):
+    for words in ("did you mean 'keep'", "--ds.lora.rank is 600", "use bf16", "--reward.remote_url=/r.py", "CUDA IPC"):
         assert sum(words in line for line in said) == 1, words
 
 

@@ -185,14 +185,14 @@ def test_what_openrlhf_makes_its_engines_with_is_how_more_are_made() -> None:
     def remote_engine(**options: Any) -> Any:
         return SimpleNamespace(remote=lambda **arguments: made.append(Engine(options, arguments)))
 
-    chosen = SimpleNamespace(backend="tensorhub://h:1?run=r", partial=True, sync=False, engines=2)
+    chosen = SimpleNamespace(backend="tensorhub://h:1?run=r", partial=True, sync=False, lora=8, engines=2)
     factory = install.EngineFactory(SimpleNamespace(options=remote_engine), Options(restarts=4), chosen, started.append)
     for number in range(2):  # as create_vllm_engines does
         assert not started
         actor = factory.options(num_cpus=1, num_gpus=1, scheduling_strategy=f"place {number}")
         actor.remote(model="m", seed=42 + number, tensor_parallel_size=1, bundle_indices=None)
     assert [engine.arguments["tensorhub"] for engine in made] == [
-        {"backend": chosen.backend, "partial": True, "sync": False, "engine": number, "joins": False}
+        {"backend": chosen.backend, "partial": True, "sync": False, "lora": 8, "engine": number, "joins": False}
         for number in range(2)
     ]
     assert [engine.options["scheduling_strategy"] for engine in made] == ["place 0", "place 1"]

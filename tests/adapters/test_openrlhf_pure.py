@@ -57,9 +57,7 @@ def test_a_version_of_a_large_model_may_take_longer(
     backend: str, model: Model | None, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config, "model_of", {"hub/model": model}.get)
-    args = SimpleNamespace(
-        actor=SimpleNamespace(model_name_or_path="hub/model"), vllm=SimpleNamespace(sync_backend=backend)
-    )
+    args = arguments(**{"actor.model_name_or_path": "hub/model", "vllm.sync_backend": backend})
     found = config.settled(config.parse(backend), args)
     assert config.parse(config.to_flag(found)).timeout_s == expected
 
@@ -126,6 +124,9 @@ def arguments(**changes: object) -> SimpleNamespace:
 def test_combinations_that_work_pass() -> None:
     config.check_arguments(arguments())
     config.check_arguments(arguments(**{"train.colocate_all": True, "train.async_enable": True}))
+    lora = arguments(**{"ds.lora.rank": 512, "vllm.sync_backend": "tensorhub:?model=m&timeout_s=9"})
+    config.check_arguments(lora)
+    assert config.settled(config.parse(lora.vllm.sync_backend), lora).model == "m.lora"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,8 @@ def test_combinations_that_work_pass() -> None:
         ("train.batch_size", 0, "--train.batch_size is 0"),
         ("actor.model_name_or_path", "", "--actor.model_name_or_path is empty"),
         ("train.colocate_all", True, "--train.colocate_all in full"),
-        ("ds.lora.rank", 8, "--ds.lora.rank 0"),
+        ("ds.lora.rank", 600, "--ds.lora.rank is 600"),
+        ("ds.lora.rank", -1, "--ds.lora.rank is -1: give a whole number, 0 or more"),
         ("ds.load_in_4bit", True, "--ds.load_in_4bit"),
         ("ds.param_dtype", "fp16", "use bf16"),
         ("ds.tensor_parallel_size", 2, "--ds.tensor_parallel_size 1"),

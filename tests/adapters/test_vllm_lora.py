@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -144,7 +144,12 @@ def test_ranks_publish_an_adapter_in_parts() -> None:
     assert again[lora.CONFIG].whole == shares[0][lora.CONFIG].whole, "or the version would be another model's"
 
 
-def test_engines_of_a_framework_are_asked_for_the_adapter() -> None:
+def test_engines_of_a_framework_are_started_for_the_rank_and_asked_for_the_adapter() -> None:
+    from vllm.config.lora import MaxLoRARanks
+
+    assert tuple(sorted(get_args(MaxLoRARanks))) == lora.RANKS
+    ranks = [lora.engine_arguments(rank)["max_lora_rank"] for rank in (1, 2, 16, 17, 512)]
+    assert ranks == [1, 8, 16, 32, 512]
     has_version, asked = [False], list[Any]()
     generate = lora.for_adapter(lambda *args, **given: asked.append((args, given)), NAME, lambda: has_version[0])
     generate("prompt", lora_request="theirs")
