@@ -24,9 +24,9 @@ CEILINGS = {
     "core/transports": 7_325,
     "openrlhf": 2_400,
     "verl": 3_450,
-    "vllm": 8_470,
+    "vllm": 8_530,
     "vllm/doctor": 860,
-    "vllm/worker": 5_265,
+    "vllm/worker": 5_270,
 }
 ROOM, ROOM_LINES = 0.1, 150  # below a ceiling, as a part of it or in lines: for changes that need no reason
 INIT_LINES_MAX = 40  # of a file beside the folders: __init__.py
