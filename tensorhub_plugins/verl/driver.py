@@ -96,7 +96,7 @@ def settle_slices(root: Any) -> None:
     given = (rollout.checkpoint_engine.get("engine_kwargs") or {}).get(config.BACKEND) or {}
     if rollout.get("name") == config.ROLLOUT:
         size, experts = (int(rollout.get(f"{kind}_parallel_size") or 1) for kind in ("tensor_model", "expert"))
-        if checks.has_adapter(root.actor_rollout_ref.model):  # every worker reads all of it
+        if checks.has_adapter(root.actor_rollout_ref.get("model")):  # every worker reads all of it
             size = experts = 1
         for option, value in (("slices", size), ("slices_experts", experts == 1)):
             if given.get(option) is None:
@@ -105,7 +105,7 @@ def settle_slices(root: Any) -> None:
 
 def settle_adapter(root: Any) -> None:
     """Name the history of a LoRA run after the adapter: nothing else is in it."""
-    if checks.has_adapter(root.actor_rollout_ref.model):
+    if checks.has_adapter(root.actor_rollout_ref.get("model")):
         given = root.actor_rollout_ref.rollout.checkpoint_engine.get("engine_kwargs") or {}
         model = str((given.get(config.BACKEND) or {}).get("model") or config.Options().model)
         OmegaConf.update(root, f"{config.WHERE}.model", history_of(model), force_add=True)

@@ -90,7 +90,8 @@ def adapter_parts(model: Any, held: Iterable[Held], rank: int) -> Iterator[Held]
     ours = {name.replace(DEFAULT, ""): one for one in held if ".lora_" in (name := one.whole.name) and DEFAULT in name}
     said = vars(model).get("tensorhub_adapter")
     if said is None:
-        own = {"base_model_name_or_path": "", BASE: facts_of(model.get_base_model().config)}  # no folder of this node
+        base = facts_of(model.get_base_model().config)
+        own = {"base_model_name_or_path": "", **({BASE: base} if base else {})}  # no folder of this node
         config = {**model.peft_config["default"].to_dict(), **own}
         said = vars(model)["tensorhub_adapter"] = adapter_tensors(cast(Any, ours), config)[CONFIG]
     yield from (one.named(name) for name, one in ours.items())
