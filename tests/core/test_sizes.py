@@ -24,7 +24,7 @@ CEILINGS = {
     "core/transports": 7_325,
     "openrlhf": 2_400,
     "verl": 3_450,
-    "vllm": 8_530,
+    "vllm": 8_540,
     "vllm/doctor": 860,
     "vllm/worker": 5_270,
 }
