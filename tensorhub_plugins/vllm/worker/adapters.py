@@ -49,7 +49,7 @@ logger = get_logger(__name__)
 # The tensors and the configuration of which vLLM builds now, in this thread.
 _building: ContextVar[tuple[dict[str, torch.Tensor], dict[str, Any]] | None] = ContextVar("building", default=None)
 RETRY_S = 1.0  # before the first version is tried again
-PATTERNS = ("rank_pattern", "alpha_pattern")  # of modules with a rank or scaling of their own; vLLM since 0.31
+PATTERNS = ("rank_pattern", "alpha_pattern")  # of modules with a rank or scaling of their own; vLLM since 0.32
 
 
 class AdapterUpdater(Updater):
