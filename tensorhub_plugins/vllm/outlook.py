@@ -84,8 +84,7 @@ def gpus_summary(parts: Mapping[str, int]) -> str:
 
 
 def adapter_summary(model: str, base: str) -> str:
-    """Return what a run will do with its LoRA adapter. model: of its
-    history; base: where engines find its weights."""
+    """Return what a run will do with its LoRA adapter. model: its history's; base: where engines find the weights."""
     return (
         f"LoRA: the adapter is all that is published, as model {model}, and that hosts keep versions of; engines read "
         f"the base weights from {base} as they start, and keep them"

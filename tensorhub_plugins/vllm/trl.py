@@ -30,7 +30,7 @@ import torch
 
 from tensorhub_plugins.core import Client, Publisher, UsageError, version_label
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.vllm import checkpoint_names
+from tensorhub_plugins.vllm import checkpoint_names, model_size
 from tensorhub_plugins.vllm.checkpoint_names import Step
 
 logger = get_logger(__name__)
@@ -159,11 +159,9 @@ class StoreTransfer:
         """Return the file of each tensor of the model."""
         from safetensors import safe_open
 
-        folder = Path(self._path)
-        if not folder.is_dir():
-            from huggingface_hub import snapshot_download
-
-            folder = Path(snapshot_download(self._path, allow_patterns=["*.safetensors"]))
+        folder = model_size.folder_of(self._path)
+        if folder is None:
+            raise UsageError(f"{self._path} is no folder, and not in the Hugging Face cache of this host")
         found: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
