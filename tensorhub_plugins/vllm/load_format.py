@@ -76,8 +76,8 @@ class TensorHubModelLoader(BaseModelLoader):
         start, joining = parse(self.load_config.model_loader_extra_config, vllm_config)
         has_draft = joining is not None and drafts.source_in(vllm_config, joining.draft) == "store"
         if model_config is not vllm_config.model_config:
-            if has_draft and start.disk == "never":
-                return self._made(vllm_config, model_config, prefix, on_disk=False).eval()
+            if has_draft:
+                return self._made(vllm_config, model_config, prefix, on_disk=start.disk != "never").eval()
             draft = self._from_disk()
             return draft.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         began = time.monotonic()

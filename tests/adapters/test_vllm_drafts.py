@@ -225,8 +225,21 @@ def test_engines_start_from_the_store_with_their_heads(workers: int, drafting: A
 
 def without_weights(folder: Path) -> Path:
     bare = folder.with_name(f"{folder.name}-bare")
-    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     return bare
+
+
+@heavy
+@pytest.mark.parametrize("disk", ["only", "fallback"])
+def test_heads_that_were_read_from_disk_follow_from_then_on(disk: str, drafting: Any, hub: Server) -> None:
+    """vLLM's CPU build packs layers that are loaded without us: no update would reach those."""
+    extra = {"hub": hub.address, "run": "r", "model": "m", "draft": "store", "disk": disk, "disk_version": 1}
+    with start(drafting(1, False), extension=None, load_format="tensorhub", model_loader_extra_config=extra) as engine:
+        assert accepted(engine)[1] == 0.0 and polled(engine)["version"] == 1
+        with trainer(hub) as publisher:
+            publisher.publish(2, checkpoint(drafting(2, True)))
+            update(engine, 2)
+        assert accepted(engine)[1] == 1.0
 
 
 @heavy

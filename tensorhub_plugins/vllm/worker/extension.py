@@ -198,8 +198,8 @@ def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any, draftin
     import vllm
 
     names.check_version(vllm.__version__)
-    _check_supported(model, vllm_config, lora=bool(config.lora))
     whole = draft.together(model, _followed_draft(config, drafting, vllm_config))
+    _check_supported(whole, vllm_config, lora=bool(config.lora))
     gather, shard = engine_gather(vllm_config)
     # Every worker takes part before anything can fail on one of them alone.
     config = msgspec.structs.replace(config, replica=first_name(gather, config.replica))
