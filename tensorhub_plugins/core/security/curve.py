@@ -93,7 +93,8 @@ class Strangers:
     """The hosts whose handshakes with the hub have failed lately: of workers with another secret, or with none where
     the hub has one. Poll `socket`, and call `look` when it is readable; only the hub's thread does. Before `bind`.
 
-    ZeroMQ reports a failure without the peer; that the connection is over comes next, and names its descriptor."""
+    ZeroMQ reports a failure without the peer; that the connection is over comes next, and names its descriptor. A
+    client that sees first that its secret does not fit may leave unseen: its connection is then a probe's."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], clock: Callable[[], float]
@@ -133,7 +134,8 @@ class Strangers:
             del self._refused[next(iter(self._refused))]
 
     def report(self) -> list[dict[str, object]]:
-        """Return the hosts of lately, the last one first."""
+        """Return the hosts of lately, the last one first, with those whose events have come meanwhile."""
+        self.look()
         now = self._clock()
         return [
             {"host": host or "an unknown host", "count": count, "seconds_ago": round(now - at, 3)}

@@ -88,21 +88,29 @@ def test_whose_handshakes_were_refused_is_in_the_status() -> None:
             pass  # a probe of its port
         count = 0
         for keys in (None, OTHER, Keys("publisher", b"3" * 32, READER._hub_public, b"")):
-            with pytest.raises(UsageError), joined(server, keys):
-                pass
-            hosts = fetch_status(server.address, keys=KEYS)["refused_hosts"]
-            assert sum(host["count"] for host in hosts) > count and hosts[0]["seconds_ago"] < 60.0, keys
-            count = sum(host["count"] for host in hosts)
-        # Of a peer in this very process the connection may be over before the hub has looked whose it is.
-        assert {host["host"] for host in hosts} - {"an unknown host"} == {"127.0.0.1"}
+            # A client that sees first that its secret does not fit may be gone before the hub has read what it sent.
+            for _attempt in range(100):
+                with pytest.raises(UsageError), joined(server, keys):
+                    pass
+                hosts = fetch_status(server.address, keys=KEYS)["refused_hosts"]
+                known = sum(host["count"] for host in hosts if host["host"] == "127.0.0.1")
+                if known > count:
+                    break
+            assert known > count and hosts[0]["seconds_ago"] < 60.0, keys
+            count = known
+        assert {host["host"] for host in hosts} <= {"an unknown host", "127.0.0.1"}
         found = problems.find(fetch_status(server.address, keys=KEYS))
         assert {problem.kind for problem in found} == {"refused_handshakes"}
         figures = {each.name: each.values for each in server.figures()}
         assert figures["tensorhub_hub_refused_hosts"] == [((), float(len(hosts)))]
-    with start_server() as server:
-        with pytest.raises(UsageError), joined(server, KEYS):
-            pass
-        assert fetch_status(server.address)["refused_hosts"]
+    with start_server() as server:  # a hub without a secret
+        for _attempt in range(100):
+            with pytest.raises(UsageError), joined(server, KEYS):
+                pass
+            if fetch_status(server.address)["refused_hosts"]:
+                break
+        else:
+            pytest.fail("no handshake of 100 was noticed")
 
 
 def test_hosts_of_refused_handshakes_are_bounded() -> None:
