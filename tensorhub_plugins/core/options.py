@@ -46,6 +46,9 @@ class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     serve_from: Literal["host", "live"] | None = None
     digest: Algorithm = "xxh3_128"  # blake3: cannot be forged on the way, and engines accept no other
     delta: Delta = "auto"  # readers on other hosts take what has changed instead of whole segments, where they can
+    # What engines have compiled goes from one to the next (vllm/engine/compiled.py). It is code, so "auto" means: where
+    # the run has a secret.
+    compile_cache: Literal["auto", "on", "off"] = "auto"
     verify: bool = False  # record digests of every version on both sides (costs a pass over the bytes)
     memory_budget_bytes: int | None = None  # of each worker, for versions in host memory; None: half of its machine's
     over_budget: Literal["warn", "refuse"] = "warn"  # what to do about more, at the start and later

@@ -24,6 +24,7 @@ from tensorhub_plugins.openrlhf import config, journal
 from tensorhub_plugins.openrlhf.journal import Call, GivenBack, Journal, Journals, Leaving
 from tensorhub_plugins.openrlhf.versions import Versioned, came_from
 from tensorhub_plugins.vllm.config import FollowConfig
+from tensorhub_plugins.vllm.engine import compiled
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.lora import engine_arguments, for_adapter
 from tensorhub_plugins.vllm.ray import secret
@@ -61,6 +62,7 @@ class TensorHubEngine(_Stock):
             kwargs["model_loader_extra_config"] = {**worker, "disk": "fallback"}
         own_engines()
         known = await asyncio.to_thread(secret.learn)  # vLLM's processes inherit it
+        compiled.announce(worker)
         await _Stock.__init__(self, *args, **kwargs)
         if rank:  # before its first version the weights alone are what is trained
             self.llm.generate = for_adapter(self.llm.generate, self.options.model, self._has_version)

@@ -12,6 +12,7 @@ import asyncio
 import math
 import time
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -26,12 +27,14 @@ from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.routing import ReplicaLost
 from tensorhub_plugins.verl.versions import told, version_of_step, waits_for_trainer
 from tensorhub_plugins.vllm.config import FollowConfig
+from tensorhub_plugins.vllm.engine import compiled
 from tensorhub_plugins.vllm.engine.follower import Status
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.lora import for_adapter
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import exit_on_error, own_engines
+from tensorhub_plugins.vllm.ray.hub import START_TIMEOUT_S
 from tensorhub_plugins.vllm.ray.members import Heartbeat
 from tensorhub_plugins.vllm.ray.owned import OwnedEngine
 
@@ -58,6 +61,10 @@ class TensorHubServer(vLLMHttpServer):
         return self.rollout_mode == RolloutMode.STANDALONE
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        if self.follows:
+            with suppress(TensorHubError):  # the first engines start before the hub
+                options, _ = await self._store(hub_timeout_s=0.0)
+                compiled.announce(self._joining(options))
         await super().launch_server(*args, **kwargs)
         if self.follows and self.node_rank == 0:
             if self._has_adapter:
@@ -95,18 +102,24 @@ class TensorHubServer(vLLMHttpServer):
         )
         while True:
             try:
-                options = msgspec.structs.replace(
-                    self.options, hub=await hub.find(self.options), run=hub.run_name(self.options)
-                )
-                known = await asyncio.to_thread(secret.learn)
+                options, known = await self._store()
                 visitor = await asyncio.to_thread(connect, options, replica=f"server-{self.replica_rank}")
                 break
             except TensorHubError as error:
                 logger.warning("%s: no hub yet: %s", self.worker, error)
                 await asyncio.sleep(1.0)
         await asyncio.to_thread(visitor.close)
-        await owned.follow(worker_config(options, replica=self._name, adapter=self._has_adapter), known, how)
+        await owned.follow(self._joining(options), known, how)
         await owned.watch()
+
+    async def _store(self, *, hub_timeout_s: float = START_TIMEOUT_S) -> tuple[config.Options, str | None]:
+        """Return the options with what is known of the store by now, and its secret; wait for its hub until then."""
+        address = await hub.find(self.options, timeout_s=hub_timeout_s)
+        options = msgspec.structs.replace(self.options, hub=address, run=hub.run_name(self.options))
+        return options, await asyncio.to_thread(secret.learn)
+
+    def _joining(self, options: config.Options) -> dict[str, Any]:
+        return worker_config(options, replica=self._name, adapter=self._has_adapter)
 
     # --- generation ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ be called twice. What it registers acts only where a configuration names it:
     worker_extension_cls                                       core_follower.py: open sessions do not keep KV of old
                                                                weights, and tokens are counted by version
     --load-format tensorhub, in `vllm serve`                   routes.py; and the names of adapters, see lora.py
-    either of the two, or worker_extension_cls                 engine/pooling.py
+    either of the two, or worker_extension_cls                 engine/pooling.py; engine/compiled.py
     either of the two                                          time to hand over the last copy when an engine ends
     either of the two                                          interrupts.py: an engine that starts ends at SIGTERM
     either of the two, or worker_extension_cls                 answers.py
@@ -77,11 +77,14 @@ def _add_to_engine_core(core: Any) -> None:
     """Give core_follower.py hold of the scheduler and its caches, when asked for: workers cannot reach them."""
 
     def initialize_kv_caches(original: Any, engine_core: Any, vllm_config: Any) -> Any:
-        result = original(engine_core, vllm_config)
-        if _is_ours(vllm_config) or _has_our_workers(vllm_config):
-            from tensorhub_plugins.vllm.worker.extension import compare_unnamed
+        if not (_is_ours(vllm_config) or _has_our_workers(vllm_config)):
+            return original(engine_core, vllm_config)
+        from tensorhub_plugins.vllm.engine.compiled import shared
+        from tensorhub_plugins.vllm.worker.extension import compare_unnamed
 
-            compare_unnamed(engine_core)
+        with shared(engine_core, vllm_config):
+            result = original(engine_core, vllm_config)
+        compare_unnamed(engine_core)
         if _is_ours(vllm_config):
             from tensorhub_plugins.vllm.engine.core_follower import attach
 

@@ -300,6 +300,8 @@ def _follow_owner(core: Any, whole: Core, joining: dict[str, Any], how: dict[str
         return (UpdateFailed.__name__, f"tensorhub_connect: {error}", 0), None
     core.tensorhub_ask, core.tensorhub_leave = here.ask, partial(_leave, core, here)
     _begin(core, here)
+    if hasattr(core, "tensorhub_compiled"):
+        core.tensorhub_compiled.offer(parsed)
     return ("", "", 0), None
 
 

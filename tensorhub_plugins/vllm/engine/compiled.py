@@ -1,0 +1,303 @@
+"""What an engine compiles travels with its weights: the caches of torch.compile, Triton, FlashInfer and DeepGEMM.
+
+The first engine of a kind publishes the files that its start has added to vLLM's cache folders; each later one, on any
+host, reads them before its warm-up, and offers them on. They are a history of their own at the hub,
+"MODEL.compiled-KIND". Which of them fit is decided by those who made them: all keep their files under digests of code,
+configuration and versions. A kind only keeps apart what those digests do not know, above all the machine (`kind_of`).
+
+These files are code. So they travel only in a run that has a secret (option compile_cache="on": in any), under digests
+that cannot be forged; the holder of a reader's key takes them and gives none. A file that is there is never replaced.
+
+Nothing of this keeps an engine from its start: what fails is said, and the engine compiles as ever. Not for engines
+without compilation (enforce_eager), nor on the further hosts of an engine that has several.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import platform
+import sys
+import tarfile
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial, wraps
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias, cast
+
+import msgspec
+import torch
+
+from tensorhub_plugins.core import Client, UsageError, VersionRefused, keys_from_environment
+from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.core.options import gigabytes
+from tensorhub_plugins.vllm.config import WorkerConfig, parse
+from tensorhub_plugins.vllm.names import NAME
+
+logger = get_logger(__name__)
+
+VARIABLE = "TENSORHUB_COMPILE_CACHE"  # set by an engine's owner, for its core: what `tensorhub_connect` will take
+TIMEOUT_S = 120.0  # for one publish, and for one read: an engine compiles for minutes
+SIZE_BYTES_MAX = 2 << 30
+FILES = "files"  # the tensor, uint8: a tar archive, because that keeps names, times and modes
+UNFINISHED = (".lock", ".tmp")
+KIND_DIGITS = 16
+OURS = ".tensorhub"  # files that are no compiled ones, and folders of files that are being written
+
+Folders: TypeAlias = Mapping[str, Path]  # by the first part of the files' names in an archive
+
+
+@contextmanager
+def shared(engine_core: Any, vllm_config: Any) -> Iterator[None]:
+    """Around the warm-up of an engine: read before it what others have compiled, and offer afterwards what it has."""
+    if vllm_config.model_config.enforce_eager:
+        yield
+        return
+    engine_core.tensorhub_compiled = made = Compiled(partial(kind_of, vllm_config), folders())
+    joining = store_of(vllm_config)
+    try:
+        made.bring(joining)
+        yield
+        made.offer(joining)
+    except BaseException:
+        made.close()
+        raise
+    engine_core.shutdown = _and_then(made.close, engine_core.shutdown)
+
+
+def announce(joining: Mapping[str, Any]) -> None:
+    """Tell the engine that this process is about to start where the store is that it will join."""
+    os.environ[VARIABLE] = json.dumps(joining)
+
+
+def store_of(vllm_config: Any) -> WorkerConfig | None:
+    """Return how this engine joins the store; None: only its owner knows, who says it later, or it does not."""
+    if vllm_config.load_config.load_format == NAME:
+        return parse(vllm_config.load_config.model_loader_extra_config, vllm_config)[1]
+    said = os.environ.get(VARIABLE)
+    return WorkerConfig.parse(json.loads(said)) if said else None
+
+
+def may(joining: WorkerConfig) -> tuple[bool, bool]:
+    """Return whether an engine takes what others have compiled, and whether it gives what it has."""
+    keys = keys_from_environment()
+    if joining.compile_cache == "off" or (keys is None and joining.compile_cache != "on"):
+        return False, False
+    role = "publisher" if keys is None else keys.role
+    return role != "observer", role == "publisher"
+
+
+class Compiled:
+    """The caches of one engine. kind: called once, returns the name of what can use each other's. It raises nothing."""
+
+    def __init__(self, kind: Callable[[], str], folders: Folders) -> None:
+        self._kind, self._folders = kind, folders
+        self._before, self._brought, self._version = set[str](), set[str](), 0
+        self._lock, self._client = threading.Lock(), cast("Client | None", None)
+        self._closed = self._has_offered = False
+
+    def bring(self, joining: WorkerConfig | None) -> None:
+        """Write the files that engines of this kind have published, where they are missing; remember what there is."""
+        takes, gives = (False, True) if joining is None else may(joining)
+        with self._said("are not taken from the store"):
+            if joining is not None and takes:
+                self._bring(self._joined(joining))
+        with self._said("cannot be found"):
+            self._before = files_in(self._folders) if gives else set()
+
+    def offer(self, joining: WorkerConfig | None) -> None:
+        """Publish what has been compiled since, with what was brought; in the background, and once."""
+        if joining is None or self._has_offered or not may(joining)[1]:
+            return
+        self._has_offered = True
+        threading.Thread(target=self._offer, args=(joining,), name="tensorhub-compiled", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave the store."""
+        with self._lock, self._said("are still offered"):
+            self._closed = True
+            if self._client is not None:
+                self._client.close()
+
+    def _bring(self, client: Client) -> None:
+        newest = max((each.version for each in client.versions() if each.visible), default=0)
+        if not newest:
+            return
+        fetched = client.fetch(newest, serve=True, timeout_s=TIMEOUT_S)
+        try:
+            content = fetched.tensors()[FILES].numpy().tobytes()
+        finally:
+            fetched.release()
+        self._version = newest
+        with _alone(self._folders["compile"]):
+            self._brought, new = unpack(content, self._folders)
+        size = gigabytes(len(content))
+        logger.info("compiled by others: %d files, %s; %d of them were not here", len(self._brought), size, new)
+
+    def _offer(self, joining: WorkerConfig) -> None:
+        with self._said("are not offered"):
+            made = files_in(self._folders) - self._before
+            if not made:
+                return
+            content = pack(sorted(made | self._brought), self._folders)
+            client = self._joined(joining)
+            version = 1 + max((each.version for each in client.versions()), default=0)
+            tensors = {FILES: torch.frombuffer(content, dtype=torch.uint8)}
+            client.publish(version, tensors, copy=False, timeout_s=TIMEOUT_S)
+            if self._version:
+                client.unpublish(self._version)
+            logger.info("compiled here, and offered to others: %d files, %s", len(made), gigabytes(len(content)))
+
+    def _joined(self, joining: WorkerConfig) -> Client:
+        with self._lock:
+            if self._closed:
+                raise UsageError("this engine has ended")
+            if self._client is None:
+                own = msgspec.structs.replace(
+                    joining, model=f"{joining.model}.compiled-{self._kind()}", digest="blake3"
+                )
+                self._client = own.connect(replica=f"{joining.replica}-compiled")
+            return self._client
+
+    @contextmanager
+    def _said(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # an engine that compiles all by itself is one, too
+            logger.warning("compiled files %s: %s", what, error)
+
+
+# --- files ---
+
+
+def folders() -> dict[str, Path]:
+    """Return the folders in which vLLM, and what it uses, keep what they compile on this host."""
+    from vllm import envs
+
+    home, root = Path.home(), Path(envs.VLLM_CACHE_ROOT)
+    base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", home))
+    return {
+        "compile": root / "torch_compile_cache",
+        "deep_gemm": Path(os.environ.get("DG_JIT_CACHE_DIR", root / "deep_gemm")),
+        "autotune": root / "flashinfer_autotune_cache",
+        "flashinfer": base / ".cache" / "flashinfer",
+        "triton": Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache")),
+    }
+
+
+def files_in(folders: Folders) -> set[str]:
+    """Return the names in an archive of all files there that are finished. Looks at no file: there may be many."""
+    return {
+        f"{part}/{name}" if folder == "." else f"{part}/{folder}/{name}"
+        for part, root in folders.items()
+        for folder, names in ((os.path.relpath(path, root), names) for path, _, names in os.walk(root))
+        for name in names
+        if not name.endswith(UNFINISHED) and OURS not in f"{folder}/{name}"
+    }
+
+
+def pack(names: Iterable[str], folders: Folders) -> bytearray:
+    """Return an archive of these files; without those that are gone. Raise UsageError above SIZE_BYTES_MAX."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name in names:
+            part, _, rest = name.partition("/")
+            path = folders[part] / rest
+            if path.is_symlink() or not path.is_file():
+                continue
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                member, content = archive.gettarinfo(arcname=name, fileobj=file), file.read()
+                if buffer.tell() + len(content) > SIZE_BYTES_MAX:
+                    raise UsageError(f"they take more than {gigabytes(SIZE_BYTES_MAX)}")
+                member.size, member.uid, member.gid, member.uname, member.gname = len(content), 0, 0, "", ""
+                archive.addfile(member, io.BytesIO(content))
+    return bytearray(buffer.getbuffer())
+
+
+def unpack(content: bytes, folders: Folders) -> tuple[set[str], int]:
+    """Write the files of an archive that are missing, each at once; return the names of all, and how many were missing.
+
+    Raise VersionRefused for an archive that `pack` does not make; nothing is written then. OSError, of a full disk.
+    """
+    names: set[str] = set()
+    written = 0
+    try:
+        with ExitStack() as stack, tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            members = archive.getmembers()
+            for member in members:
+                part, _, rest = member.name.partition("/")
+                if part not in folders or not member.isreg() or not rest or ".." in PurePosixPath(rest).parts:
+                    raise VersionRefused(f"{member.name!r:.200} is no file of a cache of compiled code")
+            made: dict[str, Path] = {}
+            for member in members:
+                names.add(member.name)
+                part, _, rest = member.name.partition("/")
+                target = folders[part] / rest
+                if target.exists():
+                    continue
+                if part not in made:
+                    folders[part].mkdir(parents=True, exist_ok=True)
+                    temporary = tempfile.TemporaryDirectory(prefix=f"{OURS}-", dir=folders[part])
+                    made[part] = Path(stack.enter_context(temporary))
+                archive.extract(member, made[part], filter="data")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(made[part] / member.name, target)
+                written += 1
+    except tarfile.TarError as error:
+        raise VersionRefused(f"it is no archive of compiled code: {error}") from error
+    return names, written
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Keep the other engines of this host out."""
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / f"{OURS}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# --- kinds ---
+
+
+def kind_of(vllm_config: Any) -> str:
+    """Return a name that engines share which can use what one of them has compiled."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    device = (current_platform.get_device_name(), str(current_platform.get_device_capability()))
+    versions = (
+        vllm.__version__,
+        torch.__version__,
+        str(torch.version.cuda),
+        sys.version,
+        platform.machine(),
+        platform.libc_ver(),
+    )
+    known = (1, *device, *versions, _cpu_features(), vllm_config.compute_hash(), vllm_config.parallel_config.world_size)
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:KIND_DIGITS]
+
+
+def _cpu_features() -> str:
+    """Return what this CPU can do: code for one that can more ends a process here."""
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith(("flags", "Features")):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _and_then(more: Any, original: Any) -> Any:
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            more()
+
+    return call

@@ -1,0 +1,246 @@
+"""What an engine compiles travels with its weights; real engines with torch.compile at the end."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tensorhub_plugins.core import Keys, UsageError, VersionRefused, new_secret
+from tensorhub_plugins.core.cli import fetch_status
+from tensorhub_plugins.core.hub.server import Server, start_server
+from tensorhub_plugins.core.operations import problems
+from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.vllm.engine import compiled
+from tensorhub_plugins.vllm.engine.compiled import Compiled
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 30.0
+KEYS = new_secret()
+
+
+started: list[Engine] = []
+
+
+def end_all() -> None:
+    while started:
+        started.pop().compiled.close()
+    until(lambda: all(thread.name != "tensorhub-compiled" for thread in threading.enumerate()))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("TENSORHUB_SECRET", KEYS.text())
+    with start_server(keys=KEYS) as server:
+        yield server
+        end_all()
+
+
+class Engine:
+    """An engine of a host of its own. Its compiler writes a file for each name."""
+
+    def __init__(self, server: Server, root: Path, name: str, *, kind: str = "kind", option: str = "auto") -> None:
+        self.folders = {"compile": root / name / "compile", "triton": root / name / "triton"}
+        self.joining = WorkerConfig.parse(
+            {"hub": server.address, "run": "r", "model": "actor", "replica": name, "compile_cache": option}
+        )
+        self.compiled = Compiled(lambda: kind, self.folders)
+        self.compiles = 0
+        started.append(self)
+
+    def starts(self, *names: str, later: bool = False) -> Engine:
+        self.compiled.bring(None if later else self.joining)
+        for name in names:
+            part, _, rest = name.partition("/")
+            path = self.folders[part] / rest
+            if not path.exists():
+                self.compiles += 1
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(f"code of {name}")
+        self.compiled.offer(self.joining)
+        return self
+
+
+def offered(server: Server, kind: str = "kind") -> int:
+    """Return the newest version of what engines of this kind have compiled."""
+    for model in fetch_status(server.address, keys=KEYS)["models"]:
+        if model["model"] == f"actor.compiled-{kind}":
+            return max((version["version"] for version in model["versions"]), default=0)
+    return 0
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+NAMES = ("compile/torch_aot_compile/ab/rank_0_0/model", "compile/ab/inductor_cache/x.so", "triton/k/kernel.cubin")
+
+
+def test_the_second_engine_of_a_kind_compiles_nothing(server: Server, tmp_path: Path) -> None:
+    first = Engine(server, tmp_path, "first").starts(*NAMES)
+    until(lambda: offered(server) == 1)
+    second = Engine(server, tmp_path, "second").starts(*NAMES)
+    assert (first.compiles, second.compiles) == (3, 0)
+    for name in NAMES:
+        part, _, rest = name.partition("/")
+        ours, theirs = second.folders[part] / rest, first.folders[part] / rest
+        assert ours.read_bytes() == theirs.read_bytes()
+        assert ours.stat().st_mtime == pytest.approx(theirs.stat().st_mtime, abs=1e-5)  # ninja goes by it
+    first.compiled.close()  # the second one offers them on
+    assert Engine(server, tmp_path, "third").starts(*NAMES).compiles == 0
+    assert offered(server) == 1
+    assert Engine(server, tmp_path, "other", kind="other").starts(*NAMES).compiles == 3  # the control
+    assert Engine(server, tmp_path, "off", option="off").starts(*NAMES).compiles == 3
+
+
+def test_what_an_engine_had_to_add_comes_with_what_it_was_given(server: Server, tmp_path: Path) -> None:
+    Engine(server, tmp_path, "first").starts(*NAMES)
+    until(lambda: offered(server) == 1)
+    assert Engine(server, tmp_path, "second").starts(*NAMES, "triton/more").compiles == 1
+    until(lambda: offered(server) == 2)
+    assert Engine(server, tmp_path, "third").starts(*NAMES, "triton/more").compiles == 0
+
+
+def test_what_was_there_before_an_engine_is_not_offered_and_not_replaced(server: Server, tmp_path: Path) -> None:
+    mine = Engine(server, tmp_path, "mine")
+    for text in ("own", "x.lock"):
+        path = mine.folders["triton"] / text
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    mine.starts("triton/own", "triton/y.lock", "triton/new")
+    until(lambda: offered(server) == 1)
+    other = Engine(server, tmp_path, "other")
+    other.folders["triton"].mkdir(parents=True)
+    (other.folders["triton"] / "new").write_text("its own")
+    other.starts()
+    assert [path.name for path in other.folders["triton"].iterdir()] == ["new"]
+    assert (other.folders["triton"] / "new").read_text() == "its own"
+
+
+def test_an_owner_may_say_later_where_the_store_is(server: Server, tmp_path: Path) -> None:
+    Engine(server, tmp_path, "first").starts(*NAMES, later=True)
+    until(lambda: offered(server) == 1)
+    assert Engine(server, tmp_path, "second").starts(*NAMES).compiles == 0
+
+
+def test_without_a_secret_code_goes_nowhere_unless_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TENSORHUB_SECRET", raising=False)
+    with start_server() as server:
+        Engine(server, tmp_path, "first").starts(*NAMES)
+        assert Engine(server, tmp_path, "second").starts(*NAMES).compiles == 3
+        assert fetch_status(server.address)["models"] == []  # they have not even joined
+        Engine(server, tmp_path, "third", option="on").starts(*NAMES)
+        until(lambda: fetch_status(server.address)["models"] and fetch_status(server.address)["models"][0]["versions"])
+        assert Engine(server, tmp_path, "fourth", option="on").starts(*NAMES).compiles == 0
+        end_all()
+
+
+@pytest.mark.parametrize(("role", "takes"), [("reader", True), ("observer", False)])
+def test_the_holder_of_another_key_gives_no_code(
+    role: str, takes: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Engine(server, tmp_path, "first").starts(*NAMES)
+    until(lambda: offered(server) == 1)
+    monkeypatch.setenv("TENSORHUB_SECRET", Keys.limited(KEYS, role).text())  # type: ignore[arg-type]
+    assert compiled.may(Engine(server, tmp_path, "x").joining) == (takes, False)
+    assert Engine(server, tmp_path, "second").starts(*NAMES).compiles == (0 if takes else 3)
+
+
+def test_engines_that_start_at_once_and_leave_are_no_problem(server: Server, tmp_path: Path) -> None:
+    engines = [Engine(server, tmp_path, f"e{number}").starts(*NAMES) for number in range(4)]
+    until(lambda: offered(server) > 0)
+    until(lambda: all(thread.name != "tensorhub-compiled" for thread in threading.enumerate()))
+    assert problems.find(fetch_status(server.address, keys=KEYS)) == []
+    for engine in engines:
+        engine.compiled.close()
+    assert problems.find(fetch_status(server.address, keys=KEYS)) == []
+    assert Engine(server, tmp_path, "late").starts(*NAMES).compiles == 3  # all who had them are gone
+
+
+def archive(*members: tuple[str, bytes, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as made:
+        for name, kind, content in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.size, member.linkname = kind, len(content), "../../../etc/passwd"
+            made.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile/../../out", tarfile.REGTYPE, b"x")),
+        archive(("compile/good", tarfile.REGTYPE, b"x"), ("/etc/out", tarfile.REGTYPE, b"x")),
+        archive(("compile/good", tarfile.REGTYPE, b"x"), ("elsewhere/out", tarfile.REGTYPE, b"x")),
+        archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile/link", tarfile.SYMTYPE, b"")),
+        archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile/pipe", tarfile.FIFOTYPE, b"")),
+        archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile", tarfile.REGTYPE, b"x")),
+        b"no archive at all",
+        archive(("compile/good", tarfile.REGTYPE, b"x" * 5000))[:1000],
+    ],
+)
+def test_an_archive_that_is_not_ours_writes_nothing(bad: bytes, tmp_path: Path) -> None:
+    folders = {"compile": tmp_path / "caches" / "compile"}
+    with pytest.raises(VersionRefused):
+        compiled.unpack(bad, folders)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    good = archive(("compile/good", tarfile.REGTYPE, b"x"))  # the control
+    assert compiled.unpack(good, folders) == ({"compile/good"}, 1)
+
+
+def test_a_cache_that_is_too_large_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(bytes(3000))
+    monkeypatch.setattr(compiled, "SIZE_BYTES_MAX", 2000)
+    with pytest.raises(UsageError, match="take more than"):
+        compiled.pack(["compile/a"], {"compile": tmp_path})
+    assert compiled.pack(["compile/gone"], {"compile": tmp_path})
+
+
+def test_a_hub_that_is_gone_keeps_no_engine_from_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORHUB_SECRET", KEYS.text())
+    with start_server(keys=KEYS) as server:
+        pass
+    engine = Engine(server, tmp_path, "alone")
+    engine.joining = WorkerConfig.parse(
+        {"hub": server.address, "run": "r", "model": "actor", "replica": "alone", "connect_timeout_s": 0.2}
+    )
+    assert engine.starts(*NAMES).compiles == 3
+    end_all()
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1200)
+def test_an_engine_uses_what_another_one_has_compiled(tmp_path: Path) -> None:
+    from vllm_engines import make_model
+
+    from recipes.bench.vllm_start.compiled import engine, wait_until_offered
+
+    model = make_model("qwen3", tmp_path / "model", 1)
+
+    def libraries(name: str) -> set[str]:
+        return {str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*.so")}
+
+    with (
+        start_server(keys=KEYS) as server,
+        engine(model, tmp_path / "first", "first", server.address, KEYS, "auto") as first,
+    ):
+        wait_until_offered(server.address, KEYS)
+        made = libraries("first")
+        with engine(model, tmp_path / "second", "second", server.address, KEYS, "auto") as second:
+            assert "compiled by others" in second["log"].read_text()
+            assert made and libraries("second") == made  # by names, which are digests
+            assert second["tokens"] == first["tokens"]
+        found = problems.find(fetch_status(server.address, keys=KEYS))
+        assert not [each for each in found if ".compiled-" in each.of]
+    print(f"{first['started_s']:.1f} s, and with what it compiled {second['started_s']:.1f} s")
