@@ -109,6 +109,17 @@ def test_what_an_engine_had_to_add_comes_with_what_it_was_given(server: Server, 
     assert Engine(server, tmp_path, "third").starts(*NAMES, "triton/more").compiles == 0
 
 
+def test_what_each_start_writes_is_no_new_version(server: Server, tmp_path: Path) -> None:
+    many = [f"compile/{number}" for number in range(20)]
+    Engine(server, tmp_path, "first").starts(*many)
+    until(lambda: offered(server) == 1)
+    Engine(server, tmp_path, "second").starts(*many, "compile/of its own", "compile/also")
+    until(lambda: all(thread.name != "tensorhub-compiled" for thread in threading.enumerate()))
+    assert offered(server) == 1
+    Engine(server, tmp_path, "third").starts(*many, "compile/a", "compile/b", "compile/c")  # the control
+    until(lambda: offered(server) == 2)
+
+
 def test_what_was_there_before_an_engine_is_not_offered_and_not_replaced(server: Server, tmp_path: Path) -> None:
     mine = Engine(server, tmp_path, "mine")
     for text in ("own", "x.lock"):

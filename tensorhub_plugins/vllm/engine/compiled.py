@@ -46,6 +46,7 @@ TIMEOUT_S = 120.0  # for one publish, and for one read: an engine compiles for m
 SIZE_BYTES_MAX = 2 << 30
 FILES = "files"  # the tensor, uint8: a tar archive, because that keeps names, times and modes
 UNFINISHED = (".lock", ".tmp")
+SHARE_WORTH_IT = 0.1  # of the files that an engine was given: what it must add for a version of its own
 KIND_DIGITS = 16
 OURS = ".tensorhub"  # files that are no compiled ones, and folders of files that are being written
 
@@ -142,7 +143,7 @@ class Compiled:
     def _offer(self, joining: WorkerConfig) -> None:
         with self._said("are not offered"):
             made = files_in(self._folders) - self._before
-            if not made:
+            if len(made) <= len(self._brought) * SHARE_WORTH_IT:  # some compilers write a file at every start
                 return
             content = pack(sorted(made | self._brought), self._folders)
             client = self._joined(joining)
