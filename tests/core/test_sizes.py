@@ -23,8 +23,8 @@ CEILINGS = {
     "core/transfer": 1_947,
     "core/transports": 7_325,
     "openrlhf": 2_400,
-    "verl": 3_450,
-    "vllm": 8_540,
+    "verl": 3_465,
+    "vllm": 8_850,
     "vllm/doctor": 860,
     "vllm/worker": 5_270,
 }

@@ -2,8 +2,8 @@
 
 The first engine of a kind publishes the files that its start has added to vLLM's cache folders; each later one, on any
 host, reads them before its warm-up, and offers them on. They are a history of their own at the hub,
-"MODEL.compiled-KIND". Which of them fit is decided by those who made them: all keep their files under digests of code,
-configuration and versions. A kind only keeps apart what those digests do not know, above all the machine (`kind_of`).
+"MODEL.compiled-KIND". Which of them fit is decided by what made them: all compilers keep their files under digests of
+code, configuration and versions. A kind keeps apart what those digests leave out, above all the machine (`kind_of`).
 
 These files are code. So they travel only in a run that has a secret (option compile_cache="on": in any), under digests
 that cannot be forged; the holder of a reader's key takes them and gives none. A file that is there is never replaced.
@@ -55,7 +55,7 @@ Folders: TypeAlias = Mapping[str, Path]  # by the first part of the files' names
 
 @contextmanager
 def shared(engine_core: Any, vllm_config: Any) -> Iterator[None]:
-    """Around the warm-up of an engine: read before it what others have compiled, and offer afterwards what it has."""
+    """Read what others have compiled before the warm-up of an engine, and offer afterwards what it has."""
     if vllm_config.model_config.enforce_eager:
         yield
         return
@@ -77,7 +77,7 @@ def announce(joining: Mapping[str, Any]) -> None:
 
 
 def store_of(vllm_config: Any) -> WorkerConfig | None:
-    """Return how this engine joins the store; None: only its owner knows, who says it later, or it does not."""
+    """Return how this engine joins the store; None: its owner says that later, or it does not."""
     if vllm_config.load_config.load_format == NAME:
         return parse(vllm_config.load_config.model_loader_extra_config, vllm_config)[1]
     said = os.environ.get(VARIABLE)
