@@ -102,7 +102,7 @@ class Stage:
             self.wires.site(site)
         self.wires.join("east", "west", 1000)
         self.nodes = [self.wires.host(site, MBIT) for site in NODES]
-        self._hub, self.keeper = self.wires.host("east", None), self.wires.host("west", None)
+        self._hub, self.keeper = self.wires.host("east", None), self.wires.host("west", MBIT)
         self.hub = f"tcp://{self._hub.address}:{PORT}"
         self._hub.start(partial(Hub, self._hub.address))
         self.keeper.start(partial(Keeper, self.hub, self.keeper.address))
