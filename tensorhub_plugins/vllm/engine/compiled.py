@@ -68,7 +68,7 @@ def shared(engine_core: Any, vllm_config: Any) -> Iterator[None]:
     except BaseException:
         made.close()
         raise
-    engine_core.shutdown = _and_then(made.close, engine_core.shutdown)
+    engine_core.shutdown = _with(made.close, engine_core.shutdown)
 
 
 def announce(joining: Mapping[str, Any]) -> None:
@@ -293,12 +293,12 @@ def _cpu_features() -> str:
     return platform.processor()
 
 
-def _and_then(more: Any, original: Any) -> Any:
+def _with(first: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does both; the first one while there is time: its process may be killed in the second."""
+
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        finally:
-            more()
+        first()
+        return original(*args, **kwargs)
 
     return call
