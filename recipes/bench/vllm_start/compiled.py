@@ -93,10 +93,14 @@ def engine(model: Path, root: Path, name: str, hub: str, keys: Keys, option: str
         )
         try:
             assert process.stdout is not None
-            result = next((json.loads(line) for line in process.stdout if line.startswith("{")), None)
-            if result is None:
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("{"):
+                    break
+            else:
                 raise SystemExit(f"the engine {name} did not start:\n{said.read_text()[-3000:]}")
-            yield {**result, "log": said}
+            yield {**json.loads(lines.pop()), "log": "".join(lines)}
         finally:
             process.communicate("\n")
 
