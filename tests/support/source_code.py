@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 OURS = "tensorhub_plugins"
@@ -23,9 +24,13 @@ def imports(package: Path, *, lazy: bool = True) -> list[Import]:
     found = []
     for file in sorted(package.rglob("*.py")):
         module = module_of(file, package)
-        names = _imported(ast.parse(file.read_text()), f"{OURS}.{module}", lazy=lazy)
-        found += [(module, name) for name in names]
+        found += [(module, name) for name in _imported_by(file.read_text(), f"{OURS}.{module}", lazy=lazy)]
     return found
+
+
+@cache
+def _imported_by(source: str, module: str, *, lazy: bool) -> tuple[str, ...]:
+    return tuple(_imported(ast.parse(source), module, lazy=lazy))
 
 
 def _imported(tree: ast.Module, module: str, *, lazy: bool) -> Iterator[str]:
@@ -50,15 +55,23 @@ def _imported(tree: ast.Module, module: str, *, lazy: bool) -> Iterator[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and BY_NAME.fullmatch(node.value):
             yield node.value  # for import_module, Ray or vLLM
         elif isinstance(node, ast.Attribute):  # `core.hub.server.Server`, where only `core` was imported
-            root, dot, rest = ast.unparse(node).partition(".")
-            if known.get(root, "").split(".")[0] == OURS and re.fullmatch(r"[\w.]+", rest):
-                yield f"{known[root]}{dot}{rest}"
+            root, *rest = _dotted(node)
+            if known.get(root, "").split(".")[0] == OURS:
+                yield ".".join([known[root], *rest])
+
+
+def _dotted(node: ast.expr) -> list[str]:
+    """Return ["a", "b", "c"] of `a.b.c`; [""] of an attribute of anything but a name."""
+    if isinstance(node, ast.Attribute):
+        above = _dotted(node.value)
+        return [*above, node.attr] if above[0] else above
+    return [node.id] if isinstance(node, ast.Name) else [""]
 
 
 def _runtime_nodes(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
     """Yield all nodes below this one except those only for type checkers, docstrings and, unless lazy, functions."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and re.fullmatch(r"(\w+\.)?TYPE_CHECKING", ast.unparse(child.test)):
+        if isinstance(child, ast.If) and _dotted(child.test)[-1] == "TYPE_CHECKING":
             for each in child.orelse:
                 yield each
                 yield from _runtime_nodes(each, lazy=lazy)
@@ -123,11 +136,13 @@ def environment_of(source: str, elsewhere: Mapping[str, str]) -> tuple[set[str],
 
     elsewhere: the constants of other files.
     """
+    if not re.search(r"\b(environ|getenv)\b", source):
+        return set(), []
     tree, named = ast.parse(source), {**elsewhere, **constants(source)}
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     used, unclear = set(), []
     for node in ast.walk(tree):
-        text = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Name)) else ""
+        text = ".".join(_dotted(node)) if isinstance(node, (ast.Attribute, ast.Name)) else ""
         if text not in ("os.environ", "os.getenv", "environ", "getenv") or isinstance(node.ctx, ast.Store):  # type: ignore
             continue
         names = _names_asked(node, text, parents)

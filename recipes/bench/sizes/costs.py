@@ -101,11 +101,15 @@ class Stage:
 
 def measured(steps: Iterable[Step]) -> Iterator[Cost]:
     """Run and measure the steps in turn: a step may need the results of earlier ones."""
-    for step in steps:
-        gc.collect()
-        began = time.perf_counter()
-        step.do()
-        yield Cost(step.name, step.tensors, step.ranks, (time.perf_counter() - began) * 1e3, step.once)
+    gc.freeze()  # collecting looks only at what comes now
+    try:
+        for step in steps:
+            gc.collect()
+            began = time.perf_counter()
+            step.do()
+            yield Cost(step.name, step.tensors, step.ranks, (time.perf_counter() - began) * 1e3, step.once)
+    finally:
+        gc.unfreeze()
 
 
 # --- a rank of the trainer ---
