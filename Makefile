@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help fuzz env docs demo demo-elastic demo-openrlhf check quick test test-all test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-trl test-fleet \
+.PHONY: help fuzz env docs demo demo-elastic demo-openrlhf check quick test test-all test-kills test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-trl test-fleet \
 	test-deploy test-rdma test-gpu bench-gpu test-sim chaos mutants lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
@@ -53,16 +53,22 @@ quick:
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -x -q -n 2 $(QUICK)
 
-test: lint ## lint, the quick tests, of those that start vLLM, verl, Ray and virtual machines one of each kind; stops at the first failure
+test: lint ## lint, the quick tests, of those that start vLLM or Ray one of each kind; stops at the first failure
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -x -q -n 5 --dist worksteal -m "not heavy"
 	python -m pytest -x -v -m smoke
+
+test-kills: ## a verl run whose parts are killed, RDMA in two virtual machines: with `test`, what CI runs for every commit (8 minutes)
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python -m pytest -x -v $(KILLS)
 	python -m recipes.rdma_vm smoke || [ $$? = 77 ]
+
+KILLS = tests/adapters/test_verl_kill.py
 
 # A run of CI has time for some of these: it gives WITHIN, the seconds after which no other file is begun, and TURN.
 test-heavy: ## what else starts vLLM, verl and Ray, but for the longest (half an hour on two quiet cores)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
-	python -m pytest -x -v -m "heavy and not smoke and not long" $(if $(WITHIN),--begin-within $(WITHIN) --turn $(or $(TURN),0))
+	python -m pytest -x -v -m "heavy and not smoke and not long" --ignore $(KILLS) $(if $(WITHIN),--begin-within $(WITHIN) --turn $(or $(TURN),0))
 
 test-long: ## the longest: whole runs in every mode, vLLM as a server, every model (hours)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
@@ -70,7 +76,7 @@ test-long: ## the longest: whole runs in every mode, vLLM as a server, every mod
 
 # Of the simulator, the seeds of which `test` has those that show the most.
 test-all: SEEDS = 1000
-test-all: test test-sim test-heavy test-deploy test-rdma test-long test-openrlhf test-trl test-versions test-gpu mutants ## everything, for a night and before a release
+test-all: test test-kills test-sim test-heavy test-deploy test-rdma test-long test-openrlhf test-trl test-versions test-gpu mutants ## everything, for a night and before a release
 
 test-verl: ## whole verl runs in every mode (about 10 minutes on two quiet cores)
 	@$(IN_ENV); export OMP_NUM_THREADS=1

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="the rollouts are vLLM engines")
 from verl_kills import caught, lives, others, resume, started, wait_for_versions  # noqa: E402
 from verl_run import START_S  # noqa: E402
 
-pytestmark = [pytest.mark.heavy, pytest.mark.smoke, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(3000)]
 
 
 @pytest.fixture(scope="module")

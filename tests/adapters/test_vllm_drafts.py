@@ -183,7 +183,7 @@ def connect(engine: Engine, hub: Server, replica: str, **options: Any) -> None:
 
 
 @heavy
-@pytest.mark.parametrize("source", [pytest.param("store", marks=pytest.mark.smoke), "disk"])
+@pytest.mark.parametrize("source", ["store", "disk"])
 def test_heads_change_with_the_model(source: str, drafting: Any, hub: Server) -> None:
     """As many drafts are accepted as in a fresh engine; heads that keep their weights are the control."""
     with start(drafting(2, True), extension=None) as fresh:

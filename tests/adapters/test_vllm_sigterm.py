@@ -45,7 +45,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.smoke
 @pytest.mark.heavy
 @pytest.mark.timeout(600)
 def test_at_sigterm_the_last_copy_is_handed_over_and_the_hub_is_told(hub: Server, tmp_path: Path) -> None:
