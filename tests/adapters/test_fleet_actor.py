@@ -402,7 +402,7 @@ def test_a_notice_may_say_how_long_there_is(tmp_path: Path, text: str, seconds: 
     assert preemption.notice(tmp_path / "notice") == seconds
 
 
-def test_a_notice_is_told_once_for_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_notice_is_told_once_for_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "notice"
     monkeypatch.setenv(preemption.VARIABLE, str(path))
     monkeypatch.setattr(preemption, "LOOK_INTERVAL_S", 0.01)
@@ -415,20 +415,17 @@ def test_a_notice_is_told_once_for_each_file(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(preemption, "_tell", tell)
 
-    async def story() -> None:
-        watching = asyncio.create_task(preemption.watch("rollout-0/0"))
-        await asyncio.sleep(0.05)
-        assert told == []
-        path.write_text("7")
-        while len(told) < 2:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        assert told == [7.0, 7.0]
-        path.unlink()
-        await asyncio.sleep(0.05)
-        path.write_text("5")
-        while len(told) < 3:
-            await asyncio.sleep(0.01)
-        watching.cancel()
-
-    asyncio.run(asyncio.wait_for(story(), 30))
+    watching = asyncio.create_task(preemption.watch("rollout-0/0"))
+    await asyncio.sleep(0.05)
+    assert told == []
+    path.write_text("7")
+    while len(told) < 2:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert told == [7.0, 7.0]
+    path.unlink()
+    await asyncio.sleep(0.05)
+    path.write_text("5")
+    while len(told) < 3:
+        await asyncio.sleep(0.01)
+    watching.cancel()

@@ -79,239 +79,203 @@ async def need(one: Follower, version: int) -> None:
 UPDATE = ["start_fetch", "poll", "prepare_install", "pause", "install", "forget", "resume"]
 
 
-def test_an_update_stops_the_engine_only_for_the_installation() -> None:
-    async def story() -> None:
-        engine = FakeEngine()
-        one = follower(engine)
-        await one.update(3)
-        assert engine.log == UPDATE
-        assert one.version == 3
-
-    asyncio.run(story())
+async def test_an_update_stops_the_engine_only_for_the_installation() -> None:
+    engine = FakeEngine()
+    one = follower(engine)
+    await one.update(3)
+    assert engine.log == UPDATE
+    assert one.version == 3
 
 
-def test_without_partial_rollout_an_update_waits_for_the_prompts_inside_and_new_ones_wait_for_it() -> None:
-    async def story() -> None:
-        engine, gate = FakeEngine(), Gate()
-        one = follower(engine, gate=gate)
-        await gate.__aenter__()
-        update = asyncio.create_task(one.update(1))
-        while not gate.is_closed:
-            await asyncio.sleep(0)
-        seen = []
+async def test_without_partial_rollout_an_update_waits_for_the_prompts_inside_and_new_ones_wait_for_it() -> None:
+    engine, gate = FakeEngine(), Gate()
+    one = follower(engine, gate=gate)
+    await gate.__aenter__()
+    update = asyncio.create_task(one.update(1))
+    while not gate.is_closed:
+        await asyncio.sleep(0)
+    seen = []
 
-        async def prompt() -> None:
-            async with gate:
-                seen.append(one.version)
+    async def prompt() -> None:
+        async with gate:
+            seen.append(one.version)
 
-        waiting = asyncio.create_task(prompt())
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert "pause" not in engine.log and not seen
-        await gate.__aexit__()
-        await asyncio.gather(update, waiting)
-        assert seen == [1]
-
-    asyncio.run(story())
+    waiting = asyncio.create_task(prompt())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert "pause" not in engine.log and not seen
+    await gate.__aexit__()
+    await asyncio.gather(update, waiting)
+    assert seen == [1]
 
 
-def test_with_partial_rollout_nothing_waits() -> None:
-    async def story() -> None:
-        one = follower(FakeEngine())
-        await one.update(1)  # with any number of prompts in flight: there is no gate
-        await need(one, 1)
-
-    asyncio.run(story())
+async def test_with_partial_rollout_nothing_waits() -> None:
+    one = follower(FakeEngine())
+    await one.update(1)  # with any number of prompts in flight: there is no gate
+    await need(one, 1)
 
 
-def test_a_version_that_fails_to_arrive_leaves_the_engine_running() -> None:
-    async def story() -> None:
-        engine = FakeEngine()
-        one = follower(engine)
-        await one.update(1)
-        engine.fails["fetch"] = "no source"
-        with pytest.raises(UpdateFailed, match="no source"):
-            await one.update(2)
-        assert one.version == 1 and engine.log.count("pause") == 1
-        with pytest.raises(UpdateFailed, match="has version 1"):
-            await need(one, 2)
-
-    asyncio.run(story())
-
-
-def test_half_an_installation_never_answers_until_it_is_repaired() -> None:
-    async def story() -> None:
-        engine, gate = FakeEngine(), Gate()
-        one = follower(engine, gate=gate, newest=2)
-        await one.update(1)
-        engine.fails["install"], engine.breaks = "half way", True
-        with pytest.raises(UpdateFailed):
-            await one.update(2)
-        assert engine.log[-1] == "install"  # not resumed
-        with pytest.raises(UpdateFailed):
-            await need(one, 1)
-        engine.fails.clear()
-        engine.breaks = False
-        assert await one.next_version() == 2
+async def test_a_version_that_fails_to_arrive_leaves_the_engine_running() -> None:
+    engine = FakeEngine()
+    one = follower(engine)
+    await one.update(1)
+    engine.fails["fetch"] = "no source"
+    with pytest.raises(UpdateFailed, match="no source"):
         await one.update(2)
-        assert engine.log[-1] == "resume"
+    assert one.version == 1 and engine.log.count("pause") == 1
+    with pytest.raises(UpdateFailed, match="has version 1"):
         await need(one, 2)
 
-    asyncio.run(story())
+
+async def test_half_an_installation_never_answers_until_it_is_repaired() -> None:
+    engine, gate = FakeEngine(), Gate()
+    one = follower(engine, gate=gate, newest=2)
+    await one.update(1)
+    engine.fails["install"], engine.breaks = "half way", True
+    with pytest.raises(UpdateFailed):
+        await one.update(2)
+    assert engine.log[-1] == "install"  # not resumed
+    with pytest.raises(UpdateFailed):
+        await need(one, 1)
+    engine.fails.clear()
+    engine.breaks = False
+    assert await one.next_version() == 2
+    await one.update(2)
+    assert engine.log[-1] == "resume"
+    await need(one, 2)
 
 
-def test_a_prompt_that_waits_at_the_gate_does_not_go_into_a_broken_engine() -> None:
+async def test_a_prompt_that_waits_at_the_gate_does_not_go_into_a_broken_engine() -> None:
     """It waited in an engine that stands still, and the installation that would mend it waited for it."""
 
-    async def story() -> None:
-        engine, gate = FakeEngine(), Gate()
-        one = follower(engine, gate=gate)
-        one.timeout_s = 10.0
-        await one.update(1)
-        engine.fails["install"], engine.breaks = "half way", True
-        seen: list[int] = []
+    engine, gate = FakeEngine(), Gate()
+    one = follower(engine, gate=gate)
+    one.timeout_s = 10.0
+    await one.update(1)
+    engine.fails["install"], engine.breaks = "half way", True
+    seen: list[int] = []
 
-        async def prompt() -> None:
-            async with one.answering(1):
-                seen.append(one.version)
-
+    async def prompt() -> None:
         async with one.answering(1):
-            breaking = asyncio.create_task(one.update(2))
-            while not gate.is_closed:
-                await asyncio.sleep(0)
-            waiting = asyncio.create_task(prompt())
+            seen.append(one.version)
+
+    async with one.answering(1):
+        breaking = asyncio.create_task(one.update(2))
+        while not gate.is_closed:
             await asyncio.sleep(0)
-        with pytest.raises(UpdateFailed, match="half way"):
-            await breaking
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert gate.inside == 0 and not seen
-        engine.fails.clear()
-        engine.breaks = False
-        await one.update(3)
-        await waiting
-        assert seen == [3]
-
-    asyncio.run(asyncio.wait_for(story(), 20))
-
-
-def test_a_prompt_that_waits_at_the_gate_of_a_broken_engine_keeps_its_deadline() -> None:
-    async def story() -> None:
-        gate = Gate()
-        one = follower(FakeEngine(), gate=gate)
-        await gate.close()
-
-        async def prompt() -> None:
-            async with one.answering(0):
-                pytest.fail("the engine is broken")
-
         waiting = asyncio.create_task(prompt())
         await asyncio.sleep(0)
-        one.is_broken = True
-        await gate.open()
-        with pytest.raises(UpdateFailed, match="w/0"):
-            await waiting
+    with pytest.raises(UpdateFailed, match="half way"):
+        await breaking
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert gate.inside == 0 and not seen
+    engine.fails.clear()
+    engine.breaks = False
+    await one.update(3)
+    await waiting
+    assert seen == [3]
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+
+async def test_a_prompt_that_waits_at_the_gate_of_a_broken_engine_keeps_its_deadline() -> None:
+    gate = Gate()
+    one = follower(FakeEngine(), gate=gate)
+    await gate.close()
+
+    async def prompt() -> None:
+        async with one.answering(0):
+            pytest.fail("the engine is broken")
+
+    waiting = asyncio.create_task(prompt())
+    await asyncio.sleep(0)
+    one.is_broken = True
+    await gate.open()
+    with pytest.raises(UpdateFailed, match="w/0"):
+        await waiting
 
 
 @pytest.mark.parametrize("mends", [True, False])
-def test_an_evaluation_does_not_hold_a_broken_engine_as_it_is(mends: bool) -> None:
+async def test_an_evaluation_does_not_hold_a_broken_engine_as_it_is(mends: bool) -> None:
     """It said that it had its version, and was kept from being repaired."""
 
-    async def story() -> None:
-        engine = FakeEngine()
-        one = follower(engine)
-        await one.update(1)
-        engine.fails["install"], engine.breaks = "half way", True
-        with pytest.raises(UpdateFailed):
-            await one.update(2)
-        with pytest.raises(UpdateFailed, match="no whole weights"):
-            await one.hold(0)
-        assert not one.is_held  # it follows on
-        if not mends:
-            with pytest.raises(UpdateFailed, match="half way"):
-                await one.hold(1)
-            assert not one.is_held
-            return
-        engine.fails.clear()
-        engine.breaks = False
-        assert await one.hold(1) == 1 and not one.is_broken and one.is_held
-
-    asyncio.run(asyncio.wait_for(story(), 20))
+    engine = FakeEngine()
+    one = follower(engine)
+    await one.update(1)
+    engine.fails["install"], engine.breaks = "half way", True
+    with pytest.raises(UpdateFailed):
+        await one.update(2)
+    with pytest.raises(UpdateFailed, match="no whole weights"):
+        await one.hold(0)
+    assert not one.is_held  # it follows on
+    if not mends:
+        with pytest.raises(UpdateFailed, match="half way"):
+            await one.hold(1)
+        assert not one.is_held
+        return
+    engine.fails.clear()
+    engine.breaks = False
+    assert await one.hold(1) == 1 and not one.is_broken and one.is_held
 
 
-def test_an_engine_that_is_held_stays_with_its_version() -> None:
-    async def story() -> None:
-        engine = FakeEngine()
-        one = follower(engine, newest=5, until=9)
-        assert await one.hold(2) == 2
-        following = asyncio.create_task(one.follow())
-        for _ in range(50):
-            await asyncio.sleep(0.001)
-        assert one.version == 2
-        await one.release()
-        await asyncio.wait_for(need(one, 5), 5)
-        following.cancel()
-
-    asyncio.run(story())
+async def test_an_engine_that_is_held_stays_with_its_version() -> None:
+    engine = FakeEngine()
+    one = follower(engine, newest=5, until=9)
+    assert await one.hold(2) == 2
+    following = asyncio.create_task(one.follow())
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert one.version == 2
+    await one.release()
+    await asyncio.wait_for(need(one, 5), 5)
+    following.cancel()
 
 
-def test_a_release_that_overtakes_its_hold_leaves_the_engine_free() -> None:
+async def test_a_release_that_overtakes_its_hold_leaves_the_engine_free() -> None:
     """The hold waits for an update, and its owner gives up: it held the engine afterwards, for ever."""
 
-    async def story() -> None:
-        gate = Gate()
-        one = follower(FakeEngine(), gate=gate, newest=5)
-        await one.update(1)
-        await one.enter("prompt", 1)
-        one._asked_with = 1
-        update = asyncio.create_task(one.take(2))
-        while not gate.is_closed:
-            await asyncio.sleep(0)
-        held = asyncio.create_task(one.hold(0))
+    gate = Gate()
+    one = follower(FakeEngine(), gate=gate, newest=5)
+    await one.update(1)
+    await one.enter("prompt", 1)
+    one._asked_with = 1
+    update = asyncio.create_task(one.take(2))
+    while not gate.is_closed:
         await asyncio.sleep(0)
-        await one.release()
-        await one.leave("prompt")
-        await update
-        with pytest.raises(UpdateFailed, match="released before it was held"):
-            await held
-        following = asyncio.create_task(one.follow())
-        await need(one, 5)
-        following.cancel()
-
-    asyncio.run(asyncio.wait_for(story(), 20))
-
-
-def test_pulling_can_be_switched_off_after_a_version() -> None:
-    async def story() -> None:
-        one = follower(FakeEngine(), newest=5, until=3)
-        assert await one.next_version() is None
-        await one.update(3)
-        await need(one, 5)  # nobody waits for what will not come
-        assert await one.hold(5) == 3
-
-    asyncio.run(story())
+    held = asyncio.create_task(one.hold(0))
+    await asyncio.sleep(0)
+    await one.release()
+    await one.leave("prompt")
+    await update
+    with pytest.raises(UpdateFailed, match="released before it was held"):
+        await held
+    following = asyncio.create_task(one.follow())
+    await need(one, 5)
+    following.cancel()
 
 
-def test_a_prompt_hears_at_once_that_its_version_is_refused() -> None:
-    async def story() -> None:
-        engine = FakeEngine()
-        one = follower(engine, newest=5)
-        one.timeout_s = 60.0
-        await one.update(4)
-        engine.refuses, engine.fails["fetch"] = True, "tensor 'x' is unknown"
-        waiting = asyncio.create_task(need(one, 5))
-        while not one._changed._waiters:  # type: ignore[attr-defined]
-            await asyncio.sleep(0)
-        following = asyncio.create_task(one.follow())
-        with pytest.raises(VersionRefused, match="tensor 'x' is unknown") as refused:
-            await asyncio.wait_for(waiting, 4.0)  # before it would ask the hub again
-        assert refused.value.version == 5 and one.version == 4
-        await need(one, 4)  # the control: it has this one
-        following.cancel()
+async def test_pulling_can_be_switched_off_after_a_version() -> None:
+    one = follower(FakeEngine(), newest=5, until=3)
+    assert await one.next_version() is None
+    await one.update(3)
+    await need(one, 5)  # nobody waits for what will not come
+    assert await one.hold(5) == 3
 
-    asyncio.run(story())
+
+async def test_a_prompt_hears_at_once_that_its_version_is_refused() -> None:
+    engine = FakeEngine()
+    one = follower(engine, newest=5)
+    one.timeout_s = 60.0
+    await one.update(4)
+    engine.refuses, engine.fails["fetch"] = True, "tensor 'x' is unknown"
+    waiting = asyncio.create_task(need(one, 5))
+    while not one._changed._waiters:  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+    following = asyncio.create_task(one.follow())
+    with pytest.raises(VersionRefused, match="tensor 'x' is unknown") as refused:
+        await asyncio.wait_for(waiting, 4.0)  # before it would ask the hub again
+    assert refused.value.version == 5 and one.version == 4
+    await need(one, 4)  # the control: it has this one
+    following.cancel()
 
 
 @pytest.fixture
@@ -320,101 +284,86 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_looks")
-def test_prompts_do_not_wait_for_a_version_that_operators_do_not_want_to_be_run() -> None:
-    async def story() -> None:
-        hub = FakeHub(newest=4)
-        one = follower(FakeEngine(), hub=hub)
-        await one.update(4)
-        hub.newest = 5
-        waiting = asyncio.create_task(need(one, 5))
-        while hub.newest and not one._changed._waiters:  # type: ignore[attr-defined]
-            await asyncio.sleep(0)
-        assert not waiting.done()  # the control: it waits for what is still to come
-        hub.pinned = 4
-        await waiting
-        hub.pinned, hub.newest = 0, 4
-        hub.withdrawn.add(5)
-        await need(one, 5)
-        hub.newest = 0
-        hub.withdrawn.add(4)
-        await need(one, 5)  # there is nothing to be run: from whatever it has
-        hub.newest = 6
-        with pytest.raises(UpdateFailed, match="has version 4"):
-            await need(one, 6)
-
-    asyncio.run(story())
+async def test_prompts_do_not_wait_for_a_version_that_operators_do_not_want_to_be_run() -> None:
+    hub = FakeHub(newest=4)
+    one = follower(FakeEngine(), hub=hub)
+    await one.update(4)
+    hub.newest = 5
+    waiting = asyncio.create_task(need(one, 5))
+    while hub.newest and not one._changed._waiters:  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+    assert not waiting.done()  # the control: it waits for what is still to come
+    hub.pinned = 4
+    await waiting
+    hub.pinned, hub.newest = 0, 4
+    hub.withdrawn.add(5)
+    await need(one, 5)
+    hub.newest = 0
+    hub.withdrawn.add(4)
+    await need(one, 5)  # there is nothing to be run: from whatever it has
+    hub.newest = 6
+    with pytest.raises(UpdateFailed, match="has version 4"):
+        await need(one, 6)
 
 
 @pytest.mark.usefixtures("quick_looks")
-def test_pins_do_not_apply_to_an_engine_of_sync_training() -> None:
-    async def story() -> None:
-        hub = FakeHub(newest=5, pinned=4)
-        one, free = follower(FakeEngine(), hub=hub, pins=False), follower(FakeEngine(), hub=hub)
-        assert await one.next_version() == 5 and await free.next_version() == 4
-        await one.update(4)
-        await free.update(4)
-        await need(free, 5)
-        with pytest.raises(UpdateFailed, match="has version 4"):
-            await need(one, 5)
-
-    asyncio.run(story())
-
-
-def test_an_engine_goes_back_and_a_held_one_does_so_afterwards() -> None:
-    async def story() -> None:
-        hub = FakeHub(newest=5)
-        one = follower(FakeEngine(), hub=hub)
-        following = asyncio.create_task(one.follow())
+async def test_pins_do_not_apply_to_an_engine_of_sync_training() -> None:
+    hub = FakeHub(newest=5, pinned=4)
+    one, free = follower(FakeEngine(), hub=hub, pins=False), follower(FakeEngine(), hub=hub)
+    assert await one.next_version() == 5 and await free.next_version() == 4
+    await one.update(4)
+    await free.update(4)
+    await need(free, 5)
+    with pytest.raises(UpdateFailed, match="has version 4"):
         await need(one, 5)
-        assert await one.hold() == 5
-        hub.pinned = 3
-        for _ in range(50):
-            await asyncio.sleep(0.001)
-        assert one.version == 5
-        assert await one.hold(3) == 3  # an evaluation of the pinned version
-        await one.release()
-        hub.pinned = 2
-        while one.version != 2:
-            await asyncio.sleep(0.001)
-        following.cancel()
-
-    asyncio.run(asyncio.wait_for(story(), 20))
 
 
-def test_an_answer_that_was_overtaken_by_an_evaluation_is_not_taken() -> None:
+async def test_an_engine_goes_back_and_a_held_one_does_so_afterwards() -> None:
+    hub = FakeHub(newest=5)
+    one = follower(FakeEngine(), hub=hub)
+    following = asyncio.create_task(one.follow())
+    await need(one, 5)
+    assert await one.hold() == 5
+    hub.pinned = 3
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert one.version == 5
+    assert await one.hold(3) == 3  # an evaluation of the pinned version
+    await one.release()
+    hub.pinned = 2
+    while one.version != 2:
+        await asyncio.sleep(0.001)
+    following.cancel()
+
+
+async def test_an_answer_that_was_overtaken_by_an_evaluation_is_not_taken() -> None:
     """The hub said 5, and before that was installed an evaluation has brought the engine to 6."""
 
-    async def story() -> None:
-        engine = FakeEngine()
-        one = follower(engine, newest=5)
-        version = await one.next_version()
-        assert version == 5
-        await one.hold(6)
-        taking = asyncio.create_task(one.take(version))
-        await one.release()
-        await taking
-        assert one.version == 6
-        one._asked_with = 6
-        await one.take(5)  # the control: an answer to the engine as it is
-        assert one.version == 5
-
-    asyncio.run(story())
+    engine = FakeEngine()
+    one = follower(engine, newest=5)
+    version = await one.next_version()
+    assert version == 5
+    await one.hold(6)
+    taking = asyncio.create_task(one.take(version))
+    await one.release()
+    await taking
+    assert one.version == 6
+    one._asked_with = 6
+    await one.take(5)  # the control: an answer to the engine as it is
+    assert one.version == 5
 
 
 @pytest.mark.parametrize(("newest", "until", "version"), [(0, None, 0), (4, None, 4), (4, 2, 0)])
-def test_an_engine_that_was_started_again_catches_up_before_it_answers(
+async def test_an_engine_that_was_started_again_catches_up_before_it_answers(
     newest: int, until: int | None, version: int
 ) -> None:
-    async def story() -> None:
-        one = follower(FakeEngine(), newest=newest, until=until)
-        assert not one.status_now().has_caught_up
-        await one.catch_up()
-        assert one.status_now().has_caught_up and one.version == version
-
-    asyncio.run(story())
+    one = follower(FakeEngine(), newest=newest, until=until)
+    assert not one.status_now().has_caught_up
+    await one.catch_up()
+    assert one.status_now().has_caught_up and one.version == version
 
 
-def test_an_engine_that_was_started_again_and_refuses_all_there_is_says_so() -> None:
+async def test_an_engine_that_was_started_again_and_refuses_all_there_is_says_so() -> None:
     class Hub(FakeHub):
         def target(
             self, installed: int, *, refused: Sequence[int] = (), pins: bool = True, failure: str = "", timeout_s: float
@@ -423,86 +372,74 @@ def test_an_engine_that_was_started_again_and_refuses_all_there_is_says_so() -> 
                 return max(held)
             raise NotPublished("no other one")
 
-    async def story() -> None:
-        engine = FakeEngine()
-        engine.refuses, engine.fails["fetch"] = True, "tensor 'x' is unknown"
-        one = follower(engine, hub=Hub())
-        await asyncio.wait_for(one.catch_up(), 30)
-        assert one.version == 0 and one.status_now().refusal == (4, "tensor 'x' is unknown")
-
-    asyncio.run(story())
+    engine = FakeEngine()
+    engine.refuses, engine.fails["fetch"] = True, "tensor 'x' is unknown"
+    one = follower(engine, hub=Hub())
+    await asyncio.wait_for(one.catch_up(), 30)
+    assert one.version == 0 and one.status_now().refusal == (4, "tensor 'x' is unknown")
 
 
-def test_its_owner_hears_of_every_change_and_of_nothing_else() -> None:
+async def test_its_owner_hears_of_every_change_and_of_nothing_else() -> None:
     class Engine(FakeEngine):
         async def rpc(self, method: str, *args: object) -> list[dict[str, object]]:
             for _ in range(5):  # as one that is not made of coroutines of this very loop
                 await asyncio.sleep(0)
             return await super().rpc(method, *args)
 
-    async def story() -> None:
-        one = follower(Engine(), hub=FakeHub())
-        first = await one.news(-1)
-        waiting = asyncio.create_task(one.news(first["revision"]))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not waiting.done(), "control: nothing has changed"
-        seen: list[bool] = []
-
-        async def listen() -> None:
-            known = first["revision"]
-            while True:
-                told = await one.news(known)
-                known = told["revision"]
-                seen.append(bool(told["busy_since"]))
-
-        listening = asyncio.create_task(listen())
-        await one.update(3)
-        told = await one.news(first["revision"])
-        assert told["version"] == 3 and not told["busy_since"] and await waiting
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert True in seen and seen[-1] is False, "that it may be busy is told before it is"
-        listening.cancel()
-
-    asyncio.run(story())
-
-
-def test_what_its_owner_asks_is_answered_with_the_error_that_it_came_to() -> None:
-    async def story() -> None:
-        engine = FakeEngine()
-        one = follower(engine, newest=5)
-        assert await one.answer("hold", 2) == (("", "", 0), 2)
-        engine.refuses, engine.fails["fetch"] = True, "tensor 'x' is unknown"
-        with pytest.raises(UpdateFailed):
-            await one.update(5)
-        assert await one.answer("enter", "a", 5) == (("VersionRefused", "tensor 'x' is unknown", 5), None)
-        assert await one.answer("leave", "a") == (("", "", 0), None), "as after a prompt that was answered"
-        (kind, message, version), answer = await one.answer("update", 5)
-        assert (kind, version, answer) == ("UsageError", 0, None) and "'update'" in message
-
-    asyncio.run(story())
-
-
-def test_a_prompt_that_is_given_up_while_it_waits_is_not_waited_for() -> None:
-    async def story() -> None:
-        gate = Gate()
-        one = follower(FakeEngine(), gate=gate)
-        await one.update(1)
-        await one.enter("first", 1)
-        update = asyncio.create_task(one.update(2))
-        while not gate.is_closed:
-            await asyncio.sleep(0)
-        second = asyncio.create_task(one.answer("enter", "second", 1))
+    one = follower(Engine(), hub=FakeHub())
+    first = await one.news(-1)
+    waiting = asyncio.create_task(one.news(first["revision"]))
+    for _ in range(20):
         await asyncio.sleep(0)
-        assert gate.inside == 1 and not second.done()
-        await one.leave("second")
-        await one.leave("first")
-        await update
-        assert second.cancelled() and one.version == 2 and gate.inside == 0 and not one._prompts
-        await one.leave("unknown")
+    assert not waiting.done(), "control: nothing has changed"
+    seen: list[bool] = []
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    async def listen() -> None:
+        known = first["revision"]
+        while True:
+            told = await one.news(known)
+            known = told["revision"]
+            seen.append(bool(told["busy_since"]))
+
+    listening = asyncio.create_task(listen())
+    await one.update(3)
+    told = await one.news(first["revision"])
+    assert told["version"] == 3 and not told["busy_since"] and await waiting
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert True in seen and seen[-1] is False, "that it may be busy is told before it is"
+    listening.cancel()
+
+
+async def test_what_its_owner_asks_is_answered_with_the_error_that_it_came_to() -> None:
+    engine = FakeEngine()
+    one = follower(engine, newest=5)
+    assert await one.answer("hold", 2) == (("", "", 0), 2)
+    engine.refuses, engine.fails["fetch"] = True, "tensor 'x' is unknown"
+    with pytest.raises(UpdateFailed):
+        await one.update(5)
+    assert await one.answer("enter", "a", 5) == (("VersionRefused", "tensor 'x' is unknown", 5), None)
+    assert await one.answer("leave", "a") == (("", "", 0), None), "as after a prompt that was answered"
+    (kind, message, version), answer = await one.answer("update", 5)
+    assert (kind, version, answer) == ("UsageError", 0, None) and "'update'" in message
+
+
+async def test_a_prompt_that_is_given_up_while_it_waits_is_not_waited_for() -> None:
+    gate = Gate()
+    one = follower(FakeEngine(), gate=gate)
+    await one.update(1)
+    await one.enter("first", 1)
+    update = asyncio.create_task(one.update(2))
+    while not gate.is_closed:
+        await asyncio.sleep(0)
+    second = asyncio.create_task(one.answer("enter", "second", 1))
+    await asyncio.sleep(0)
+    assert gate.inside == 1 and not second.done()
+    await one.leave("second")
+    await one.leave("first")
+    await update
+    assert second.cancelled() and one.version == 2 and gate.inside == 0 and not one._prompts
+    await one.leave("unknown")
 
 
 @pytest.mark.usefixtures("quick_looks")

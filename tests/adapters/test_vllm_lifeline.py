@@ -101,75 +101,67 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @needs_vllm
-def test_what_a_worker_raised_is_a_failed_update(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_worker_raised_is_a_failed_update(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = ended(monkeypatch)
 
-    async def story() -> None:
-        line = Lifeline(PlayedVLLM(ValueError("no such version"), "fine"), "rollout-0/0")
-        with pytest.raises(UpdateFailed, match="start_fetch: no such version"):
-            await line.rpc("start_fetch")
-        assert await line.rpc("start_fetch") == ["fine"]
-        await asyncio.sleep(0.01)
-        assert not line.is_dying and codes == []
-
-    asyncio.run(story())
+    line = Lifeline(PlayedVLLM(ValueError("no such version"), "fine"), "rollout-0/0")
+    with pytest.raises(UpdateFailed, match="start_fetch: no such version"):
+        await line.rpc("start_fetch")
+    assert await line.rpc("start_fetch") == ["fine"]
+    await asyncio.sleep(0.01)
+    assert not line.is_dying and codes == []
 
 
 @needs_ray
 @needs_vllm
-def test_a_dead_engine_ends_its_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dead_engine_ends_its_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = ended(monkeypatch)
 
-    async def story() -> None:
-        engine = PlayedVLLM(ValueError("the process is gone"))
-        engine.errored = True
-        line = Lifeline(engine, "rollout-0/0")
-        with pytest.raises(EngineLost, match="the process is gone"):
-            await line.rpc("start_fetch")
-        assert line.is_dying
-        probe = asyncio.create_task(line.probe())  # finds it too; it ends once
-        await asyncio.sleep(0.01)
-        assert codes == [1] and not probe.done()
-        probe.cancel()
-
-    asyncio.run(story())
+    engine = PlayedVLLM(ValueError("the process is gone"))
+    engine.errored = True
+    line = Lifeline(engine, "rollout-0/0")
+    with pytest.raises(EngineLost, match="the process is gone"):
+        await line.rpc("start_fetch")
+    assert line.is_dying
+    probe = asyncio.create_task(line.probe())  # finds it too; it ends once
+    await asyncio.sleep(0.01)
+    assert codes == [1] and not probe.done()
+    probe.cancel()
 
 
 @needs_ray
 @needs_vllm
-def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "PROBE_INTERVAL_S", 0.0)
     monkeypatch.setattr(health.work, "last_at", lambda: 0.0)  # other tests have worked in this process
     now = 0.0
     monkeypatch.setattr(health.time, "monotonic", lambda: now)
 
-    async def story() -> None:
-        nonlocal now
-        engine = PlayedVLLM(TimeoutError(), TimeoutError(), "fine")
-        line = Lifeline(engine, "rollout-0/0")
-        now = 5.0
-        probe = asyncio.create_task(line.probe())
-        while len(engine.answers) > 1:
-            await asyncio.sleep(0)
-            assert line.silent_s() in (0.0, 5.0)
-        while line.silent_s():
-            await asyncio.sleep(0)
-        probe.cancel()
-        now = 9.0
-        assert line.silent_s() == 4.0
-        line.busy_since = 8.0
-        line.allow(2.0)
-        assert line.silent_s() == 0.0  # an installation has its own deadline
-        now = 11.0
-        assert line.silent_s() == 3.0
-
-    asyncio.run(story())
+    engine = PlayedVLLM(TimeoutError(), TimeoutError(), "fine")
+    line = Lifeline(engine, "rollout-0/0")
+    now = 5.0
+    probe = asyncio.create_task(line.probe())
+    while len(engine.answers) > 1:
+        await asyncio.sleep(0)
+        assert line.silent_s() in (0.0, 5.0)
+    while line.silent_s():
+        await asyncio.sleep(0)
+    probe.cancel()
+    now = 9.0
+    assert line.silent_s() == 4.0
+    line.busy_since = 8.0
+    line.allow(2.0)
+    assert line.silent_s() == 0.0  # an installation has its own deadline
+    now = 11.0
+    assert line.silent_s() == 3.0
 
 
 @needs_ray
 @needs_vllm
 @pytest.mark.parametrize("asked", ["ping", "follow"])
-def test_an_engine_that_dies_while_it_is_asked_ends_its_actor(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+async def test_an_engine_that_dies_while_it_is_asked_ends_its_actor(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
     """vLLM leaves the question pending: the actor asked for ever, and passed for one that lives."""
     from tensorhub_plugins.vllm.config import FollowConfig
     from tensorhub_plugins.vllm.ray.owned import OwnedEngine
@@ -177,111 +169,100 @@ def test_an_engine_that_dies_while_it_is_asked_ends_its_actor(monkeypatch: pytes
     codes, pending = ended(monkeypatch), []
     monkeypatch.setattr(health, "WATCH_INTERVAL_S", 0.0)
 
-    async def story() -> None:
-        engine = PlayedVLLM("fine")
+    engine = PlayedVLLM("fine")
 
-        async def never(method: str, *_: Any, **__: Any) -> Any:
-            pending.append(method)
-            await asyncio.Event().wait()
+    async def never(method: str, *_: Any, **__: Any) -> Any:
+        pending.append(method)
+        await asyncio.Event().wait()
 
-        engine.collective_rpc = never  # type: ignore[method-assign]
-        engine.engine_core = SimpleNamespace(call_utility_async=never)  # type: ignore[attr-defined]
-        owned = OwnedEngine(engine, "rollout-0/0")
-        owned.keep()
-        following = asyncio.create_task(owned.follow({}, None, FollowConfig()))
-        while f"tensorhub_{asked}" not in pending:
-            await asyncio.sleep(0)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not codes, "the control: it may answer yet"
-        engine.errored = True
-        while not codes:
-            await asyncio.sleep(0)
-        assert codes == [1] and not following.done()
-        owned.keep(asyncio.sleep(0))
-        assert pending.count("tensorhub_ping") == 1, "and it is watched once"
-        following.cancel()
-        for task in owned._tasks:
-            task.cancel()
-
-    asyncio.run(asyncio.wait_for(story(), 60))
+    engine.collective_rpc = never  # type: ignore[method-assign]
+    engine.engine_core = SimpleNamespace(call_utility_async=never)  # type: ignore[attr-defined]
+    owned = OwnedEngine(engine, "rollout-0/0")
+    owned.keep()
+    following = asyncio.create_task(owned.follow({}, None, FollowConfig()))
+    while f"tensorhub_{asked}" not in pending:
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not codes, "the control: it may answer yet"
+    engine.errored = True
+    while not codes:
+        await asyncio.sleep(0)
+    assert codes == [1] and not following.done()
+    owned.keep(asyncio.sleep(0))
+    assert pending.count("tensorhub_ping") == 1, "and it is watched once"
+    following.cancel()
+    for task in owned._tasks:
+        task.cancel()
 
 
 @needs_vllm
-def test_an_engine_that_loads_a_version_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_loads_a_version_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health.work, "last_at", lambda: 0.0)  # other tests have worked in this process
     now = 0.0
     monkeypatch.setattr(health.time, "monotonic", lambda: now)
 
-    async def story() -> None:
-        nonlocal now
-        engine = PlayedVLLM("fine")
-        line, may_answer = Lifeline(engine, "rollout-0/0"), asyncio.Event()
+    engine = PlayedVLLM("fine")
+    line, may_answer = Lifeline(engine, "rollout-0/0"), asyncio.Event()
 
-        async def waits(method: str, args: tuple[Any, ...]) -> list[Any]:
-            await may_answer.wait()
-            raise ValueError("it cannot be installed")
+    async def waits(method: str, args: tuple[Any, ...]) -> list[Any]:
+        await may_answer.wait()
+        raise ValueError("it cannot be installed")
 
-        engine.collective_rpc = waits  # type: ignore[method-assign]
-        line.busy_since = 1.0
-        line.allow(119.0)
-        call = asyncio.create_task(line.rpc("tensorhub_ping"))
-        await asyncio.sleep(0)
-        now = 119.0
-        assert line.silent_s() == 0.0
-        now = 121.0
-        assert line.silent_s() == 120.0  # this has a deadline of its own
-        may_answer.set()
-        with pytest.raises(UpdateFailed, match="it cannot be installed"):
-            await call
-        line.busy_since = 0.0
-        assert line.silent_s() == 0.0  # an error is an answer
-        may_answer.clear()
-        other = asyncio.create_task(line.rpc("tensorhub_ping"))
-        await asyncio.sleep(0)
-        now = 131.0
-        assert line.silent_s() == 10.0  # control: a call that is answered at once
-        other.cancel()
-
-    asyncio.run(story())
+    engine.collective_rpc = waits  # type: ignore[method-assign]
+    line.busy_since = 1.0
+    line.allow(119.0)
+    call = asyncio.create_task(line.rpc("tensorhub_ping"))
+    await asyncio.sleep(0)
+    now = 119.0
+    assert line.silent_s() == 0.0
+    now = 121.0
+    assert line.silent_s() == 120.0  # this has a deadline of its own
+    may_answer.set()
+    with pytest.raises(UpdateFailed, match="it cannot be installed"):
+        await call
+    line.busy_since = 0.0
+    assert line.silent_s() == 0.0  # an error is an answer
+    may_answer.clear()
+    other = asyncio.create_task(line.rpc("tensorhub_ping"))
+    await asyncio.sleep(0)
+    now = 131.0
+    assert line.silent_s() == 10.0  # control: a call that is answered at once
+    other.cancel()
 
 
 @needs_vllm
 @pytest.mark.parametrize("works", [True, False])
-def test_an_installation_may_last_as_long_as_it_works(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+async def test_an_installation_may_last_as_long_as_it_works(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
     """One that does a layer a minute is kept beyond its timeout; one that stands still is given up within it."""
     now, worked_at = 1000.0, 0.0
     monkeypatch.setattr(health.time, "monotonic", lambda: now)
     monkeypatch.setattr(health.work, "last_at", lambda: worked_at)
 
-    async def story() -> None:
-        nonlocal now, worked_at
-        engine = PlayedVLLM("fine")
+    engine = PlayedVLLM("fine")
 
-        async def never(method: str, args: tuple[Any, ...]) -> list[Any]:
-            await asyncio.Event().wait()
-            raise AssertionError
+    async def never(method: str, args: tuple[Any, ...]) -> list[Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
 
-        engine.collective_rpc = never  # type: ignore[method-assign]
-        line = Lifeline(engine, "rollout-0/0")
-        line.busy_since = now
-        line.allow(400.0)
-        asked = asyncio.create_task(line.rpc("tensorhub_ping"))
-        await asyncio.sleep(0)
-        worked_at = now + 1
-        for _ in range(40):
-            now += 60
-            worked_at = now if works else worked_at
-            if now - 1000 > STILL_S + 1:
-                assert (line.silent_s() == 0.0) == works
-        now = worked_at = 1000 + TIMES_MAX * 400.0
-        assert line.silent_s() == TIMES_MAX * 400, "but not for ever: something else works there"
-        now = 3400.0
-        line.busy_since, worked_at = 0.0, now
-        assert line.silent_s() == 2400, "what other threads do is no answer of an engine that installs nothing"
-        asked.cancel()
-
-    asyncio.run(story())
+    engine.collective_rpc = never  # type: ignore[method-assign]
+    line = Lifeline(engine, "rollout-0/0")
+    line.busy_since = now
+    line.allow(400.0)
+    asked = asyncio.create_task(line.rpc("tensorhub_ping"))
+    await asyncio.sleep(0)
+    worked_at = now + 1
+    for _ in range(40):
+        now += 60
+        worked_at = now if works else worked_at
+        if now - 1000 > STILL_S + 1:
+            assert (line.silent_s() == 0.0) == works
+    now = worked_at = 1000 + TIMES_MAX * 400.0
+    assert line.silent_s() == TIMES_MAX * 400, "but not for ever: something else works there"
+    now = 3400.0
+    line.busy_since, worked_at = 0.0, now
+    assert line.silent_s() == 2400, "what other threads do is no answer of an engine that installs nothing"
+    asked.cancel()
 
 
 @needs_vllm
