@@ -10,7 +10,6 @@ import signal
 import sys
 
 import hypothesis
-import inproc  # noqa: F401  (makes its transport known)
 import pytest
 from running import Budget, SlowTests
 

@@ -44,7 +44,7 @@ def server_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]
 def test_a_server_prints_its_port_serves_and_ends_when_told():
     with server_process("--address", "tcp://127.0.0.1:0") as (process, address):
         assert fetch_status(address)["models"] == []
-        with Client(address, run="r", model="actor", replica="t", transports=("memory",)) as client:
+        with Client(address, run="r", model="actor", replica="t", transports=("tcp",)) as client:
             client.publish(1, {"w": torch.ones(3)})
             assert fetch_status(address)["models"][0]["newest"] == 1
         process.send_signal(signal.SIGTERM)
@@ -113,7 +113,7 @@ def test_a_server_listens_on_the_interface_that_is_named(capsys, monkeypatch):
 def hub_with_versions() -> Iterator[tuple[str, Client]]:
     """Versions 1 and 2 of r/actor, in two layouts."""
     with start_server(limits=HubLimits(grace_s=0.0)) as server:
-        options = {"run": "r", "model": "actor", "transports": ("memory",)}
+        options = {"run": "r", "model": "actor", "transports": ("tcp",)}
         with Client(server.address, replica="trainer", **options) as trainer:
             trainer.publish(1, {"w": torch.ones(1000)})
             trainer.publish(2, {"w": torch.ones(1000)}, layout="runtime:f")
@@ -141,7 +141,7 @@ def test_status_for_people_and_for_machines(hub_with_versions, capsys, monkeypat
         (1, True, {"checkpoint": ["trainer/0"]}),
         (2, True, {"runtime:f": ["trainer/0"]}),
     ]
-    assert model["workers"][0]["bytes_held"] == 8000 and "memory" in model["workers"][0]["endpoints"]
+    assert model["workers"][0]["bytes_held"] == 8000 and "tcp" in model["workers"][0]["endpoints"]
 
 
 def test_a_trainer_that_started_again_is_shown_by_attempt_and_step(hub_with_versions, capsys, monkeypatch):
@@ -304,7 +304,7 @@ def test_a_server_with_a_secret_is_for_those_who_have_it(tmp_path, capsys):
         assert main(["status", "--hub", address, "--secret-file", str(observer)]) == 0
         assert main(["status", "--hub", address]) == 2
         assert "asks for the run's secret: set TENSORHUB_SECRET_FILE" in capsys.readouterr().err
-        with Client(address, run="r", model="actor", replica="t", transports=("memory",), keys=keys) as client:
+        with Client(address, run="r", model="actor", replica="t", transports=("tcp",), keys=keys) as client:
             client.publish(1, {"w": torch.ones(3)})
             arguments = ["pin", "1", "--model", "actor", "--run", "r", "--hub", address, "--secret-file"]
             assert main([*arguments, str(observer)]) == 1

@@ -249,7 +249,7 @@ def test_the_hubs_port(caplog):
                 peer.close()
             context.term()
         assert hub.is_alive() and hub._hub.session == life and caplog.text == "", rounds
-        client = Client(hub.address, run="a run", model="of its own", replica="honest", transports=("memory",))
+        client = Client(hub.address, run="a run", model="of its own", replica="honest", transports=("tcp",))
         with client:
             client.publish(1, {"w": torch.ones(3)})
             assert client.wait() == 1

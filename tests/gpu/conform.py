@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 import gpu_place
-import inproc  # noqa: F401  (makes its transport known)
 import ipc_devices
 from transport_suite import TransportSuite, check_transport
 
@@ -25,7 +24,7 @@ def main(place: str, transport: str) -> None:
     on_device: dict[str, Any] = {"slabs": "adopted", "adopt": adopt, "adopt_in_peers": adopt}
     with gpu_place.place_named(place) as there:
         options = on_host if transport == "shm" else on_device
-        report = check_transport(make, processes=transport != "memory", patience_s=60.0, **options)
+        report = check_transport(make, patience_s=60.0, **options)
         there.check()
     assert set(report.passed) | set(report.skipped) == set(TransportSuite.CASES)
     print(json.dumps({"passed": report.passed, "skipped": report.skipped}))

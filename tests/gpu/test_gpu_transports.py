@@ -32,9 +32,9 @@ GIB = 1 << 30
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("transport", ["memory", "tcp", "shm", "cuda_ipc"])
+@pytest.mark.parametrize("transport", ["tcp", "shm", "cuda_ipc"])
 def test_conformance(place, transport):
-    if not place.is_gpu and transport != "memory":
+    if not place.is_gpu and transport != "tcp":
         pytest.skip("tests/core/transports runs it on the simulated device")
     name = "gpu" if place.is_gpu else "stand-in"
     path = os.pathsep.join(map(str, (HERE, HERE.parent / "support", HERE.parents[1], os.environ.get("PYTHONPATH", ""))))

@@ -16,7 +16,6 @@ import rdma_fakes
 import torch
 from client_processes import tensors_of
 from client_stage import module_hub, small_segments, stage
-from inproc import MemoryTransport
 from transport_suite import blank_like, check_transport, sample_tensors
 
 from tensorhub_plugins.core import Held, Part, UsageError, contiguous_spec, copy_all, flat_bytes, same_bytes
@@ -60,7 +59,7 @@ def assert_same(found, expected):
 # --- publish, and read on the host ---
 
 
-@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("copy", [True, False])
 def test_every_dtype_is_published_and_fetched(stage, copy, transport):
     trainer, rollout = (stage.client(name, transports=(transport, "tcp")) for name in ("trainer", "rollout"))
@@ -135,7 +134,7 @@ def test_ranks_publish_their_parts(stage, in_background):
 # --- into live tensors ---
 
 
-@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_live_tensors_are_read_into_and_served_on(stage, transport):
     """Test install="direct": from the host to a device, and from that device to another one."""
     trainer, rollout, third = (stage.client(name, transports=(transport,)) for name in ("trainer", "one", "two"))
@@ -199,9 +198,7 @@ def test_another_process_reads_what_lies_on_the_device(stage, transport):
 
 @needs_ours
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "make, processes", [(MemoryTransport, False), (TcpTransport, True), (ShmTransport, True), (RdmaTransport, False)]
-)
+@pytest.mark.parametrize("make, processes", [(TcpTransport, True), (ShmTransport, True), (RdmaTransport, False)])
 def test_transports_conform_between_such_devices(make, processes):
     """Test also two processes that each have a device, one of which is killed or frozen."""
     with rdma_fakes.installed():

@@ -12,16 +12,16 @@ import pytest
 import torch
 from client_processes import SEGMENT, SEGMENTS, SIZE, same_bytes, tensors_of, zeros_like
 from client_stage import FAR, RUNTIME, SOON_S, Stage, holders, until
-from inproc import MemoryLink
 
 from tensorhub_plugins.core import CHECKPOINT, Client, CorruptBytes, ShardKey, UsageError
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.client.serving import SAMPLED_SEGMENTS, sample
 from tensorhub_plugins.core.transports.stream import messages as wire
 from tensorhub_plugins.core.transports.stream.channel import Channel
+from tensorhub_plugins.core.transports.tcp import TcpLink
 
 KEY = ShardKey(1, CHECKPOINT)
-TRANSPORTS = ["memory", "tcp", "shm"]
+TRANSPORTS = ["tcp", "shm"]
 
 
 def report_of(stage: Stage) -> dict[str, Any]:
@@ -109,12 +109,12 @@ def test_who_believes_blake3_only_reads_nothing_else(stage):
 
 def test_a_liar_withdraws_nobodys_copy(stage, caplog, monkeypatch):
     """Or one that sits behind a broken wire."""
-    trainer = stage.client("trainer", transports=("memory",))
-    liar, honest = (stage.client(name, transports=("memory",)) for name in ("liar", "honest"))
+    trainer = stage.client("trainer", transports=("tcp",))
+    liar, honest = (stage.client(name, transports=("tcp",)) for name in ("liar", "honest"))
     trainer.publish(1, tensors_of(1))
     rechecked = until_rechecked(trainer, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryLink, "digest", lambda self, segment: bytes(16))
+        patch.setattr(TcpLink, "digest", lambda self, segment: bytes(16))
         began = time.monotonic()
         with pytest.raises(CorruptBytes, match="segment 0 arrived corrupt"):
             liar.fetch()

@@ -87,7 +87,7 @@ def test_every_call_of_a_frozen_hub_ends_and_says_what_it_was_about(stage):
 def test_a_hub_answers_at_the_deadline_and_not_with_its_next_heartbeat():
     with (
         start_server(limits=HubLimits(heartbeat_s=20, session_timeout_s=60)) as hub,
-        Client(hub.address, run="r", model="m", replica="a", transports=("memory",)) as client,
+        Client(hub.address, run="r", model="m", replica="a", transports=("tcp",)) as client,
     ):
         with pytest.raises(NotPublished) as caught:  # its own word; HubUnreachable would say that it had none
             client.wait(9, timeout_s=0.5)

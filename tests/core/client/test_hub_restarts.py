@@ -112,7 +112,7 @@ def test_without_a_hub_every_call_ends_by_its_deadline_and_nothing_is_published(
 
 
 def a_busy_life(address: str, run: str) -> None:
-    options = {"run": run, "model": "actor", "transports": ("shm", "tcp", "memory")}
+    options = {"run": run, "model": "actor", "transports": ("shm", "tcp")}
     trainer = Client(address, replica="trainer", **options)
     rollout = Client(address, replica="rollout", **options)
     trainer.publish(1, tensors_of(1))

@@ -93,7 +93,7 @@ def carried_out_here(monkeypatch) -> None:
 
 @pytest.fixture
 def pair(stage) -> dict[str, Client]:
-    trainer, rollout = (stage.client(name, transports=("memory",)) for name in ("trainer", "rollout"))
+    trainer, rollout = (stage.client(name, transports=("tcp",)) for name in ("trainer", "rollout"))
     return {"trainer": trainer, "rollout": rollout}
 
 

@@ -65,7 +65,7 @@ def ends_in_time(call: Callable[[], Any], timeout_s: float = 1.0) -> TensorHubEr
 
 
 def client(address: str, **options: Any) -> Client:
-    return Client(address, run="r", model="m", replica="a", **{"transports": ("memory",)} | options)
+    return Client(address, run="r", model="m", replica="a", **{"transports": ("shm",)} | options)
 
 
 def test_a_client_whose_hub_has_a_name_that_is_never_answered(resolver):

@@ -32,7 +32,7 @@ from tensorhub_plugins.core.transports.shm import process_memory as _process
 # --- publish, replicate, fetch, wait, versions, unpublish ---
 
 
-@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_version_from_trainer_to_rollout(stage, transport):
     trainer, rollout = (stage.client(name, transports=(transport,)) for name in ("trainer", "rollout"))
     published, expected = trainer.publish(3, tensors_of(1)), tensors_of(1)

@@ -18,7 +18,7 @@ def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return tensors["rest"].view(torch.uint8)
 
 
-@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_read_that_failed_half_way_is_finished_and_not_begun_again(stage, progress, transport):
     trainer, other, rollout = (stage.client(name, transports=(transport,)) for name in ("trainer", "other", "rollout"))
     trainer.publish(1, tensors_of(1))

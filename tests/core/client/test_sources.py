@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import inproc as memory
 import pytest
 import torch
 from client_processes import SEGMENT, SEGMENTS, SIZE, hold_back, let_go, same_bytes, tensors_of, zeros_like
@@ -61,7 +60,7 @@ def test_an_address_that_is_none_costs_its_source_only(stage, monkeypatch, endpo
     assert [loss.split(":")[0] for loss in fetched.report.losses] == ["shard 0 from evil/0"]
 
 
-@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_reader_serves_while_it_still_reads(stage, progress, transport):
     trainer = stage.client("trainer", location=FAR, transports=(transport,))
     first, second = stage.client("first", transports=(transport,)), stage.client("second", transports=(transport,))
@@ -272,7 +271,7 @@ def test_two_threads_unpublish_the_same_and_it_is_read_again_in_between(stage, m
     assert engine.serving() == []
 
 
-@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_unpublish_cuts_off_at_its_deadline_and_the_reader_goes_elsewhere(stage, progress, transport):
     trainer, far, rollout = (
         stage.client(name, location=location, transports=(transport,))
@@ -329,16 +328,16 @@ def test_without_the_digests_torn_bytes_would_be_handed_over(stage):
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_withdrawal_after_the_last_byte_matters_only_without_digests(stage, monkeypatch, verify):
-    true_check = memory.MemoryLink.check
-    trainer = stage.client("trainer", transports=("memory",))
-    rollout = stage.client("r", transports=("memory",), verify=verify)
+    true_check = tcp.TcpLink.check
+    trainer = stage.client("trainer", transports=("tcp",))
+    rollout = stage.client("r", transports=("tcp",), verify=verify)
     trainer.publish(1, tensors_of(1))
 
     def withdrawn_before(link, *, deadline, waits):
         trainer.find(ShardKey(1, CHECKPOINT)).withdraw()
         return true_check(link, deadline=deadline, waits=waits)
 
-    monkeypatch.setattr(memory.MemoryLink, "check", withdrawn_before)
+    monkeypatch.setattr(tcp.TcpLink, "check", withdrawn_before)
     if verify:
         assert same_bytes(rollout.fetch().tensors(), tensors_of(1))
     else:

@@ -120,7 +120,7 @@ def reads(story: Scenario, beats: list[int]) -> int:
 
 
 def test_the_names_of_ways_are_those_of_transports() -> None:
-    assert set(TRANSPORTS) == set(MODULES) - {"memory"}  # of a test
+    assert set(TRANSPORTS) == set(MODULES)
 
 
 def test_a_read_says_its_rate_while_bytes_come(run: Scenario) -> None:

@@ -115,8 +115,8 @@ def test_a_slip_of_one_does_not_keep_the_next_from_readers() -> None:
     tensors = sample_tensors(1)
     with (
         start_server() as hub,
-        Client(hub.address, run="r", model="m", replica="trainer", transports=("memory",)) as trainer,
-        Client(hub.address, run="r", model="m", replica="rollout", transports=("memory",)) as rollout,
+        Client(hub.address, run="r", model="m", replica="trainer", transports=("tcp",)) as trainer,
+        Client(hub.address, run="r", model="m", replica="rollout", transports=("tcp",)) as rollout,
     ):
         trainer.publish(1, tensors)
         with pytest.raises(UsageError, match="steps above the newest of r/m"):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inproc import MemoryTransport
 from transport_suite import SimpleShelf
 
 from tensorhub_plugins.core.errors import UsageError
@@ -18,6 +17,7 @@ from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTa
 from tensorhub_plugins.core.memory.moves import Move, check_cover, needed, plan, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports import Offer
+from tensorhub_plugins.core.transports.tcp import TcpTransport
 from tensorhub_plugins.core.types import ShardKey
 
 
@@ -170,7 +170,7 @@ def test_from_any_parts_to_any_parts_the_bytes_are_those_of_plain_slices(drawn, 
         offer = Offer(ShardKey(1, "checkpoint", number, len(sources)), source.manifest(segment_size_bytes), source)
         offer.mark_all_ready()
         shelf.put(offer)
-    with contextlib.closing(MemoryTransport()) as transport:
+    with contextlib.closing(TcpTransport()) as transport:
         link = transport.connect(transport.serve(shelf), deadline=math.inf)
         for of in parts(2).values():
             target = slab(of, blank=True)

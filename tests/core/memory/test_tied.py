@@ -45,7 +45,7 @@ def client(hub, request) -> Iterator[Callable[..., Client]]:
     with ExitStack() as stack:
 
         def make(replica: str, **options: Any) -> Client:
-            options = {"transports": ("memory",), **options}
+            options = {"transports": ("tcp",), **options}
             return stack.enter_context(
                 Client(hub, run=request.node.name[:200], model="actor", replica=replica, **options)
             )
@@ -105,7 +105,7 @@ SIZES = {"4 KB": 4 << 10, "1 MB": 1 << 20, "4 MB": 4 << 20, "10 MB": 10 << 20}
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["digests", "no digests"])
-@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("size", SIZES)
 def test_equal_bytes_arrive_and_are_served_on(client, size, transport, verify):
     options: dict[str, Any] = {"transports": (transport,), "verify": verify}
@@ -123,7 +123,7 @@ def test_equal_bytes_arrive_and_are_served_on(client, size, transport, verify):
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["digests", "no digests"])
-@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("size", SIZES)
 def test_different_bytes_are_refused_at_once_and_the_source_is_not_blamed(client, caplog, size, transport, verify):
     options: dict[str, Any] = {"transports": (transport,), "verify": verify}
@@ -183,7 +183,7 @@ def test_another_layout_is_read_into_memory_of_its_own_although_the_tensors_are_
 # --- several sources, parts ---
 
 
-@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
 def test_the_names_come_from_two_source_shards(client, transport, equal):
     tensors = published(1 << 20, equal=equal)
@@ -268,7 +268,7 @@ def test_what_was_verified_stays_as_it_was_whatever_comes_after(order):
 
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
-@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_who_reads_from_a_reader_that_is_still_reading_gets_the_published_bytes(
     client, threads, monkeypatch, transport, equal
 ):
@@ -327,7 +327,7 @@ def test_an_offer_that_moves_keeps_the_old_memory_for_those_who_read_it():
     assert gone() is None
 
 
-@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_reader_goes_on_while_what_it_reads_moves(client, threads, monkeypatch, transport):
     monkeypatch.setattr(Slab.manifest, "__defaults__", (1 << 16,))
     trainer = client("trainer", transports=(transport,), location=Location("far", "", "away"))

@@ -148,7 +148,7 @@ def test_ports_are_those_that_the_environment_names_or_that_are_given(monkeypatc
 @pytest.mark.parametrize("said", ["7", "a-b", "0-5", "9-8", "1-65536", "1-2-3", "-", "\u0661-\u0662", "7100:7163"])
 def test_a_range_that_is_none_is_refused_when_a_client_connects(monkeypatch, said):
     with start_server() as hub:
-        options = {"run": "r", "model": "m", "replica": "a", "transports": ("memory",)}
+        options = {"run": "r", "model": "m", "replica": "a", "transports": ("tcp",)}
         with pytest.raises(UsageError, match="^ports="):
             Client(hub.address, **options, ports=said)
         monkeypatch.setenv("TENSORHUB_PORTS", said)

@@ -110,7 +110,7 @@ def test_who_was_granted_a_lease_reads(trainer: tuple[str, Client], keys: Keys, 
         assert torch.equal(into["w"], WEIGHTS["w"]) and list(report.transports) == [transport]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "memory"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_source_knows_which_lease_it_serves(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names, into = {"run": "r", "model": "m", "transports": (transport,)}, {"w": torch.zeros(300_000)}
     with (

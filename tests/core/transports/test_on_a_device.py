@@ -8,7 +8,6 @@ import time
 import pytest
 import rdma_fakes
 import torch
-from inproc import MemoryTransport
 from simulated import Simulation
 from transport_suite import ConformanceError, SimpleShelf, TransportSuite
 from transport_suite.material import read_equal
@@ -26,7 +25,6 @@ from tensorhub_plugins.core.types import ShardKey
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 TRANSPORTS = {
-    "memory": (MemoryTransport, {"processes": False, "slabs": "adopted"}),
     "tcp": (TcpTransport, {"slabs": "adopted"}),
     "tcp-3-streams": (functools.partial(TcpTransport, streams=3, offload_size_bytes=0), {"slabs": "adopted"}),
     "rdma": (RdmaTransport, {"processes": False, "slabs": "adopted"}),  # over fake verbs, which take no device memory
@@ -68,7 +66,7 @@ def test_copies_that_nobody_waits_for_are_found(monkeypatch, direction):
     with Simulation(0) as simulation:
         simulation.random.random = lambda: 1.0  # nothing runs that nobody waits for
         with (
-            TransportSuite(MemoryTransport, processes=False, slabs="adopted", adopt=simulation.adopt_in_place) as suite,
+            TransportSuite(TcpTransport, processes=False, slabs="adopted", adopt=simulation.adopt_in_place) as suite,
             pytest.raises(ConformanceError),
         ):
             suite.run("exact_bytes")

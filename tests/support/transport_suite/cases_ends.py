@@ -262,7 +262,6 @@ def check_garbage(bench: Bench) -> None:
         offer = source.offer(tensors, ready=False)
         offer.mark_ready(0)
         address = address_of(source.endpoint)
-        assert address is not None
         with bench.link(source) as link:
             bench.open(link, offer.key)
             target = blank_like(tensors)
@@ -287,7 +286,6 @@ def check_impostor(bench: Bench) -> None:
     """Check an impostor at the endpoint: it sends nonsense or nothing, or hangs up."""
     with bench.source() as source:
         address = address_of(source.endpoint)
-    assert address is not None
     for greeting in (*(g for g in GARBAGE if len(g) > 16), None, b""):
         with socket.socket(address.family, socket.SOCK_STREAM) as listener:
             listener.bind(address.fresh)

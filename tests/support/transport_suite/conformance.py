@@ -32,7 +32,7 @@ from tensorhub_plugins.core.memory.slab import Slab
 from transport_suite import cases_ends, cases_reading
 from transport_suite.bench import Bench
 from transport_suite.material import GARBAGE
-from transport_suite.peers import Adopt, MakeTransport, Peer, address_of
+from transport_suite.peers import Adopt, MakeTransport, Peer
 
 _CASES: dict[str, Callable[[Bench], None]] = {
     name.removeprefix("check_"): check
@@ -41,7 +41,6 @@ _CASES: dict[str, Callable[[Bench], None]] = {
     if name.startswith("check_")
 }
 _NEEDS_PROCESSES = frozenset({"killed_source", "frozen_source", "killed_reader", "frozen_reader"})
-_NEEDS_SOCKET = frozenset({"garbage", "impostor"})
 
 
 @dataclass(frozen=True)
@@ -122,10 +121,6 @@ class TransportSuite:
         """Return why a case cannot run for this transport; None: it can."""
         if case in _NEEDS_PROCESSES and not self._processes:
             return "this transport does not leave its process"
-        if case in _NEEDS_SOCKET:
-            with self._bench.source() as source:
-                if address_of(source.endpoint) is None:
-                    return f"do not know how to open a plain connection to {source.endpoint}"
         return None
 
     def run(self, case: str) -> None:

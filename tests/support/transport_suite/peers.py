@@ -74,16 +74,14 @@ class Address:
     endpoint: Callable[[Any], str]
 
 
-def address_of(endpoint: str) -> Address | None:
-    """Return where a plain connection reaches this endpoint; None: nowhere."""
+def address_of(endpoint: str) -> Address:
+    """Return where a plain connection reaches this endpoint."""
     scheme, _, rest = endpoint.partition("://")
     if scheme in ("tcp", "tls", "rdma"):
         host, port = parse_address(endpoint, scheme)
         return Address(socket.AF_INET, (host, port), (host, 0), lambda name: format_address(scheme, *name))
-    if scheme in ("shm", "cuda_ipc"):
-        fresh = f"\0conformance-{os.getpid()}-{time.monotonic_ns()}"
-        return Address(socket.AF_UNIX, "\0" + rest, fresh, lambda name: f"{scheme}://" + bytes(name[1:]).decode())
-    return None
+    fresh = f"\0conformance-{os.getpid()}-{time.monotonic_ns()}"
+    return Address(socket.AF_UNIX, "\0" + rest, fresh, lambda name: f"{scheme}://" + bytes(name[1:]).decode())
 
 
 class Source:
