@@ -1,4 +1,4 @@
-"""The table of a shard's tensors, and the digests of its bytes: immutable, ready for the wire, free of torch.
+"""The table of a shard's tensors, and the digests of its bytes: immutable, ready for the wire. PURE.
 
 One flat stream
     A shard's tensors are sorted by name. The shard's *stream* is the concatenation of their raw bytes in that order,

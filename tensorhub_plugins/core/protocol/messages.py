@@ -1,4 +1,4 @@
-"""All messages between a client and the hub.
+"""All messages between a client and the hub. PURE.
 
 Client to hub: `ClientMessage`. Hub to client: `HubMessage`. Frames are two magic bytes, one protocol-version byte and
 one msgpack array whose first element is the type's tag; msgspec checks every field's type while it decodes, and the

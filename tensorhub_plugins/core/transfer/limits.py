@@ -1,4 +1,4 @@
-"""The limits of one replicate() that an operator may tune, and the reasons for their defaults."""
+"""The limits of one replicate() that an operator may tune, and the reasons for their defaults. PURE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits of the transports that an operator may tune, and the reasons for the defaults."""
+"""The limits of the transports that an operator may tune, and the reasons for the defaults. PURE."""
 
 from __future__ import annotations
 
