@@ -12,7 +12,7 @@ import msgspec
 from tensorhub_plugins.core import Client, UsageError, here, options, run_log
 from tensorhub_plugins.core.options import StoreOptions
 from tensorhub_plugins.vllm.drafts import Source
-from tensorhub_plugins.vllm.names import NAME
+from tensorhub_plugins.vllm.names import NAME, adapter_id
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
 
@@ -130,6 +130,9 @@ def check_lora(names: tuple[str, ...], vllm_config: Any) -> None:
         raise UsageError("the weights under adapters from the store stay: start without --weight-transfer-config")
     if len(names) > lora.max_cpu_loras:
         raise UsageError(f"{len(names)} adapters are to come from the store: start with --max-loras {len(names)}")
+    ids = {adapter_id(name): name for name in names}
+    if alike := [name for name in names if ids[adapter_id(name)] != name]:
+        raise UsageError(f"vLLM would take the adapter {alike[0]!r} for {ids[adapter_id(alike[0])]!r}: rename one")
     if getattr(parallel, "pipeline_parallel_size", 1) > 1 or shares_experts(vllm_config):
         raise UsageError(
             "adapters from the store go to engines without pipeline parallelism, and without data parallel ranks that "

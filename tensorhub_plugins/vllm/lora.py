@@ -15,13 +15,13 @@ belongs to another base, is refused by name.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
 from tensorhub_plugins.core import UsageError, VersionRefused
 from tensorhub_plugins.vllm.model_facts import facts_of
+from tensorhub_plugins.vllm.names import adapter_id
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"  # also the name of its tensor, uint8 of shape (length of the JSON text,)
 COUNT, BASE = "tensorhub_tensors", "tensorhub_base"  # what is added to the configuration
 PATH = "/tensorhub/"  # of an adapter in vLLM's requests; nothing is on any disk there
-FIRST_ID, IDS = 1_000_000, 2_000_000_000  # of the store's adapters in vLLM, which counts those of users from 1
 DEFAULT = ".default"  # the adapter's name, in those of a model's tensors
 SUFFIX = ".lora"  # of the history's name, after that of the model
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_rank
@@ -126,7 +125,7 @@ def lora_request(name: str) -> Any:
     """Return vLLM's LoRARequest for this adapter of the store, for `LLM.generate` and AsyncLLM."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(name, FIRST_ID + zlib.crc32(name.encode()) % IDS, f"{PATH}{name}")
+    return LoRARequest(name, adapter_id(name), f"{PATH}{name}")
 
 
 def for_adapter(generate: Callable[..., Any], name: str, is_there: Callable[[], bool]) -> Callable[..., Any]:

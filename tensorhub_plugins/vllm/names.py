@@ -5,8 +5,12 @@ The one table of versions: pyproject.toml, the README and every refusal say what
 
 from __future__ import annotations
 
+import zlib
+
 NAME = "tensorhub"
 LEAVING_S = 8.0  # for an engine that ends: HAND_OVER_TIMEOUT_S (updater.py), and its processes
+
+FIRST_ID, IDS = 1_000_000, 2_000_000_000  # of the store's adapters in vLLM, which counts those of users from 1
 
 RUN = "run"  # the adapter's tests were run with it (verl with 0.24: the demo, which checks what it claims)
 WIRE = "wire"  # among the ways of bytes that were read: how many were sent for them
@@ -63,3 +67,8 @@ def check_version(version: str, *, first: str = "", what: str = "tensorhub") -> 
             f"vLLM {version} is outside the supported range {supported[0]} to {supported[-1]} of {what}: "
             "install a version in that range, or use the engine's own weight update instead of tensorhub"
         )
+
+
+def adapter_id(name: str) -> int:
+    """Return the number under which vLLM knows this adapter of the store, the same in all processes."""
+    return FIRST_ID + zlib.crc32(name.encode()) % IDS

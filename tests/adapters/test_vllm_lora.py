@@ -26,10 +26,11 @@ from recipes.servers import until
 from recipes.verl_grpo.make_model import make_model as make_tiny
 from recipes.verl_grpo.make_model import make_tokenizer
 from tensorhub_plugins.core import Client, Turns, UsageError, VersionRefused, start_server
-from tensorhub_plugins.vllm import lora
+from tensorhub_plugins.vllm import lora, names
 from tensorhub_plugins.vllm.config import parse
 
 NAME, OTHER = "actor.lora", "critic.lora"
+ALIKE = ["a96464", "a122938"]  # their numbers are the same
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 12
 NEAR = 0.12  # of a log-probability: float32 by transformers, bfloat16 by vLLM
@@ -79,6 +80,7 @@ def test_what_no_engine_could_apply_is_not_published(given: Any, config: Any, wo
         ({"lora": NAME}, {"lora_config": None}, "--enable-lora"),
         ({"lora": [NAME, OTHER]}, {}, "--max-loras 2"),
         ({"lora": [NAME, NAME]}, {}, "name each once"),
+        ({"lora": ALIKE}, {"lora_config": SimpleNamespace(max_cpu_loras=2)}, "would take the adapter 'a96464' for"),
         ({"lora": "actor"}, {}, "not as the model"),
         ({"lora": NAME}, {"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"lora": NAME}, {"data_parallel_size": 2}, "share experts"),
@@ -109,7 +111,7 @@ def test_the_base_model_does_not_answer_under_the_name_of_an_adapter() -> None:
     lora.offer(models, config)
     assert models.lora_requests == {NAME: lora.lora_request(NAME)}
     numbers = {lora.lora_request(name).lora_int_id for name in (NAME, OTHER, "")}  # vLLM goes by these alone
-    assert len(numbers) == 3 and min(numbers) >= lora.FIRST_ID and max(numbers) < 2**31
+    assert len(numbers) == 3 and min(numbers) >= names.FIRST_ID and max(numbers) < 2**31
     models.is_base_model = lambda name: name in ("actor", NAME)
     with pytest.raises(UsageError, match="give another --served-model-name"):
         lora.offer(models, config)
