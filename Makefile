@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help fuzz env docs demo demo-elastic demo-openrlhf check quick test test-all test-kills test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-trl test-fleet \
+.PHONY: help fuzz env docs demo demo-elastic demo-openrlhf check quick test test-all test-kills test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-trl test-megatron test-fleet \
 	test-deploy test-rdma test-gpu bench-gpu test-sim chaos mutants lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
@@ -76,7 +76,7 @@ test-long: ## the longest: whole runs in every mode, vLLM as a server, every mod
 
 # Of the simulator, the seeds of which `test` has those that show the most.
 test-all: SEEDS = 1000
-test-all: test test-kills test-sim test-heavy test-deploy test-rdma test-long test-openrlhf test-trl test-versions test-gpu mutants ## everything, for a night and before a release
+test-all: test test-kills test-sim test-heavy test-deploy test-rdma test-long test-openrlhf test-trl test-megatron test-versions test-gpu mutants ## everything, for a night and before a release
 
 test-verl: ## whole verl runs in every mode (about 10 minutes on two quiet cores)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
@@ -118,6 +118,11 @@ test-trl: ## TRL's trainer with servers that pull: the door, and a whole run (TR
 	@$(IN_ENV); [ -d .envs/trl/trl ] || python -m pip -q install --no-deps --target .envs/trl trl==1.16.0
 	export OMP_NUM_THREADS=1 PYTHONPATH="$$PWD/.envs/trl"
 	python -m pytest -v tests/adapters/test_trl.py
+
+test-megatron: ## what the ranks of real Megatron models publish, beside what verl exports (megatron-core and its bridges are fetched)
+	@$(IN_ENV); [ -d .envs/megatron/mbridge ] || python -m pip -q install --no-deps --target .envs/megatron megatron-core==0.16.1 megatron-bridge==0.3.1 mbridge==0.15.1
+	export OMP_NUM_THREADS=1 PYTHONPATH="$$PWD/.envs/megatron"
+	python -m pytest -v tests/adapters/test_verl_megatron.py
 
 fuzz: ## every decoder and both ports against mutated messages, with a new seed (10 minutes)
 	@$(IN_ENV); export OMP_NUM_THREADS=1 TENSORHUB_FUZZ_S="$${TENSORHUB_FUZZ_S:-600}" TENSORHUB_FUZZ_SEED="$${TENSORHUB_FUZZ_SEED:-$$RANDOM}"

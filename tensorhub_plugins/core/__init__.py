@@ -29,7 +29,7 @@ from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable, segment_size_for
-from tensorhub_plugins.core.memory.moves import common_box
+from tensorhub_plugins.core.memory.moves import check_cover, common_box
 from tensorhub_plugins.core.memory.slices import slices_of
 from tensorhub_plugins.core.protocol.address import connected
 from tensorhub_plugins.core.protocol.advertised import ports_of, with_faster
@@ -140,6 +140,7 @@ __all__ = [
     "VersionInfo",
     "VersionRefused",
     "attempt_of",
+    "check_cover",
     "common_box",
     "connected",
     "contiguous_spec",

@@ -345,16 +345,24 @@ def parts_summary(root: Any, options: Options) -> str:
     """Return whether trainer ranks publish what they hold, or gather whole tensors, and why; see parts.py."""
     reference = _get(root, "actor_rollout_ref")
     strategy, model = _get(reference, "actor", "strategy"), _get(reference, "model")
+    engine = _get(reference, "actor", "megatron" if strategy == "megatron" else "fsdp_config")
     if has_adapter(model):
         return "each trainer rank publishes its part of the adapter, and nothing is gathered"
     if not options.parts:
         why = f"{WHERE}.parts=false"
-    elif strategy not in ("fsdp", "fsdp2"):
+    elif strategy not in ("fsdp", "fsdp2", "megatron"):
         why = f"verl's {strategy} engine hands over whole tensors only"
     elif trains_lora(model):
         why = "LoRA: verl merges the adapter into whole tensors"
-    elif _get(reference, "actor", "fsdp_config", "qat", "enable"):
+    elif _get(engine, "qat", "enable"):
         why = "quantization-aware training quantizes whole tensors"
+    elif _get(engine, "use_megatron_fsdp"):
+        why = "Megatron-FSDP cuts parameters in its own way"
+    elif strategy == "megatron":
+        return (
+            "each trainer rank publishes the parts that megatron gave it, and nothing is gathered, if its bridge moves "
+            "rows or columns and computes nothing; else whole tensors are gathered, and rank 0's log says why"
+        )
     else:
         return f"each trainer rank publishes the part that {strategy} gave it, and nothing is gathered"
     return f"whole tensors are gathered to every trainer rank ({why})"

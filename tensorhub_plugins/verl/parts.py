@@ -7,9 +7,10 @@ and otherwise nothing. Why this, of all roads:
 - it is in place when our own engine is made, in the process where it is needed, whichever way we were loaded. A
   subclass in verl's registry of engines comes too late where only `custom_backend_module` names us, and one of the
   worker has to be repeated for each of verl's trainers;
-- of a LoRA run verl would send the base weights, without the adapter: `Adapter` is what is published instead;
-- engines that export in another way (VeOmni, Megatron, torchtitan, Automodel) have that method as their own, and are
-  left alone; so is every call with arguments, by which verl updates engines on the trainer's own GPUs.
+- of a LoRA run verl would send the base weights, without the adapter: the adapter alone is published instead;
+- Megatron's engine has that method as its own, which is wrapped, too: see megatron.py for what its ranks hold;
+- engines that export in another way (VeOmni, torchtitan, Automodel) are left alone; so is every call with arguments, by
+  which verl updates engines on the trainer's own GPUs.
 
 The names are verl's, but for models whose experts transformers 5 fuses and verl publishes under names of no checkpoint:
 it makes gate_proj of Mixtral's w1, and leaves those of LFM2 fused. Of these all come under the checkpoint's, which vLLM
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from math import prod
 from typing import Any, TypeAlias
 
@@ -41,9 +43,11 @@ from tensorhub_plugins.core import (
     held_split,
     is_fsdp1,
 )
+from tensorhub_plugins.verl import megatron
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.lora import adapter_parts
 
+Gather: TypeAlias = Callable[[Any], tuple[Any, Any]]  # verl's own: of an engine
 Piece: TypeAlias = tuple[str, int, tuple[int, ...]]  # name, first element, shape: of a tensor that lies in another
 
 # vLLM keeps these in fp32 where the checkpoint has them so, and a router that is rounded chooses other experts.
@@ -71,51 +75,68 @@ def keeps_dtype(spec: TensorSpec) -> bool:
 
 
 class Weights:
-    """What `get_per_tensor_param()` returns to verl's worker: iterated, it gathers."""
+    """What `get_per_tensor_param()` returns to verl's worker: iterated, it gathers. held: see there."""
 
-    def __init__(self, engine: Any, gather: Callable[[Any], tuple[Any, Any]]) -> None:
+    def __init__(self, engine: Any, gather: Gather, held: Callable[[Any], Iterator[Held]]) -> None:
         self.engine = engine
-        self._gather = gather
+        self._gather, self._held = gather, held
 
     def held(self) -> Iterator[Held]:
         """Return what this rank holds; nothing is gathered."""
-        return held_by_rank(self.engine)
+        return self._held(self.engine)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights, _ = self._gather(self.engine)
-        yield from _renamed(weights, as_saved(self.engine))
-
-
-class Adapter(Weights):
-    """The same of a LoRA run that does not merge: all that changes, see docs/lora.md. It is never gathered."""
-
-    def held(self) -> Iterator[Held]:
-        """Return this rank's parts of the adapter, under the names of PEFT; the base weights are not touched."""
-        module, rank = self.engine.module, torch.distributed.get_rank()
-        return adapter_parts(getattr(module, "_fsdp_wrapped_module", module), _held(module), rank)
+        yield from weights
 
 
 def watch() -> None:
-    """Have verl's FSDP engines return `Weights`, or `Adapter`, from now on. Calling it twice is fine."""
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+    """Have verl's FSDP and Megatron engines return `Weights` from now on. Calling it twice is fine."""
+    from verl.workers.engine import fsdp
 
-    original = FSDPEngine.get_per_tensor_param
+    _wrap(fsdp.FSDPEngine, _of_fsdp)
+    if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
+        from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+
+        _wrap(MegatronEngine, _of_megatron)
+
+
+def _wrap(engine: Any, give: Callable[[Any, Gather], tuple[Any, Any]]) -> None:
+    original = engine.get_per_tensor_param
     if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
     def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return original(self, *args, **kwargs)
-        why = why_gathered(self)
-        if why == LORA and not self.model_config.lora.get("merge", False):
-            return Adapter(self, original), None
-        if why:
-            (weights, adapter), saved = original(self), as_saved(self)
-            return (_renamed(weights, saved) if saved else weights), adapter
-        return Weights(self, original), None
+        return original(self, *args, **kwargs) if args or kwargs else give(self, original)
 
-    FSDPEngine.get_per_tensor_param = get_per_tensor_param
+    engine.get_per_tensor_param = get_per_tensor_param
+
+
+def _of_fsdp(engine: Any, gather: Gather) -> tuple[Any, Any]:
+    def renamed(engine: Any) -> tuple[Any, Any]:
+        (weights, adapter), saved = gather(engine), as_saved(engine)
+        return (_renamed(weights, saved) if saved else weights), adapter
+
+    why = why_gathered(engine)
+    if why == LORA and not engine.model_config.lora.get("merge", False):
+        return Weights(engine, renamed, adapter_by_rank), None  # all that changes, see docs/lora.md: never gathered
+    return renamed(engine) if why else (Weights(engine, renamed, held_by_rank), None)
+
+
+def _of_megatron(engine: Any, gather: Gather) -> tuple[Any, Any]:
+    from verl.utils.megatron_utils import load_megatron_model_to_gpu
+
+    if engine.peft_cls is not None or getattr(engine, "_qat_enabled", False):
+        return gather(engine)
+    load_megatron_model_to_gpu(engine.module, load_grad=False)
+    return gather(engine) if megatron.why_gathered(engine) else (Weights(engine, gather, megatron.held_by_rank), None)
+
+
+def adapter_by_rank(engine: Any) -> Iterator[Held]:
+    """Return this rank's parts of the adapter, under the names of PEFT; the base weights are not touched."""
+    module, rank = engine.module, torch.distributed.get_rank()
+    return adapter_parts(getattr(module, "_fsdp_wrapped_module", module), _held(module), rank)
 
 
 def why_gathered(engine: Any) -> str:

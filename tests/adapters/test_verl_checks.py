@@ -90,7 +90,16 @@ def test_what_will_happen_is_told():
         ([], "each trainer rank publishes the part that fsdp gave it, and nothing is gathered"),
         (["actor_rollout_ref.actor.strategy=fsdp2"], "the part that fsdp2 gave it"),
         ([GATHER], f"gathered to every trainer rank ({config.WHERE}.parts=false)"),
-        (["actor_rollout_ref.actor.strategy=megatron"], "verl's megatron engine hands over whole tensors only"),
+        (["actor_rollout_ref.actor.strategy=veomni"], "verl's veomni engine hands over whole tensors only"),
+        (["actor_rollout_ref.actor.strategy=megatron"], "the parts that megatron gave it, and nothing is gathered, if"),
+        (
+            ["actor_rollout_ref.actor.strategy=megatron", "+actor_rollout_ref.actor.megatron.use_megatron_fsdp=true"],
+            "gathered to every trainer rank (Megatron-FSDP",
+        ),
+        (
+            ["actor_rollout_ref.actor.strategy=megatron", "+actor_rollout_ref.actor.megatron.qat.enable=true"],
+            "quantization-aware training quantizes whole tensors",
+        ),
         ([LORA], "each trainer rank publishes its part of the adapter"),
         ([LORA, MERGED], "verl merges the adapter into whole tensors"),
         (

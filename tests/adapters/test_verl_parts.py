@@ -173,7 +173,7 @@ def run_case(case, rank, address, folder):
             weights, adapter = engine.get_per_tensor_param()
             metrics = asyncio.run(store.send_weights(weights, global_steps=step))
         assert adapter is None
-        assert isinstance(weights, parts.Adapter if is_lora else parts.Weights)
+        assert isinstance(weights, parts.Weights)
         assert (sum(collectives.seen.values()) > 0) == gathers, collectives.seen
         if rank == 0:
             size_bytes = sum(tensor.nbytes for tensor in truth.values())

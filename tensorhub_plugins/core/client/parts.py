@@ -28,12 +28,24 @@ class Held(NamedTuple):
     """The part of one tensor that this rank is to publish.
 
     whole: all of it, contiguous, in the model's dtype. tensor: this rank's part, on any device; None: it has none.
-    part: its position; None if it is the whole tensor.
+    part: its position; None if it is the whole tensor. Of several parts that a rank has of one tensor, all but the
+    first have `part.tensor` set.
     """
 
     whole: TensorSpec
     tensor: torch.Tensor | None = None
     part: Part | None = None
+
+    @property
+    def is_further(self) -> bool:
+        """Return whether this is another part of a tensor of which this rank has had one already."""
+        return self.part is not None and self.part.tensor != ""
+
+    @property
+    def name(self) -> str:
+        """Return the name under which this rank publishes it."""
+        start = ".".join(map(str, self.part.start)) if self.part is not None else ""
+        return f"{self.whole.name}@{start}" if self.is_further else self.whole.name
 
     def named(self, name: str) -> Held:
         """Return the same under another name."""

@@ -207,7 +207,8 @@ class Publisher(OfThisProcess):
     def publish_parts(self, step: int, held: Iterable[Held]) -> dict[str, float]:
         """Publish what this rank holds of a sharded model: no rank waits for another, and nothing is gathered.
 
-        held: every tensor of the model, on every rank in the same order, see parts.py. Metrics as from `publish`. The
+        held: every tensor of the model, on every rank in the same order, see parts.py; of one that this rank has in
+        several parts, a Held for each. Metrics as from `publish`. The
         memory it takes is the slab, and one part as it is cast. timeout_s is for all of it, once the previous version
         is settled; in `publish` it is for what comes after the collectives, which no rank may leave.
         """
@@ -378,11 +379,12 @@ class Publisher(OfThisProcess):
         self, held: Sequence[Held], deadline: float = NEVER
     ) -> tuple[TensorTable, dict[str, tuple[torch.Tensor, Part | None]], Pieces]:
         """Return the whole tensors, what this rank has of them, and how that is published."""
-        whole = TensorTable.of(self._cast_spec(one.whole) for one in until(deadline, held))
+        whole = TensorTable.of(self._cast_spec(one.whole) for one in until(deadline, held) if not one.is_further)
         dtypes = {spec.name: dtype_of(spec) for spec in whole}
-        here = {one.whole.name: (one.tensor, one.part) for one in held if one.tensor is not None}
+        here = {one.name: (one.tensor, one.part) for one in held if one.tensor is not None}
         specs = (
-            contiguous_spec(name, dtypes[name], tensor.shape) for name, (tensor, _) in until(deadline, here.items())
+            contiguous_spec(name, dtypes[part.tensor if part and part.tensor else name], tensor.shape)
+            for name, (tensor, part) in until(deadline, here.items())
         )
         parts = {name: part for name, (_, part) in here.items() if part is not None}
         return whole, here, self._pieces_of(with_parts(specs, parts, partial(until, deadline)), deadline)
@@ -513,6 +515,10 @@ def _checked(held: Iterable[Held], deadline: float = NEVER) -> list[Held]:
     for each in given:
         if not isinstance(each, Held):
             raise UsageError(f"held: {each!r:.80} is none: give {HELD}")
+    first = {each.whole.name for each in given if not each.is_further}
+    for each in given:
+        if each.is_further and (each.part is None or each.part.tensor not in first):
+            raise UsageError(f"held: {each.name} is a further part of a tensor of which there is no first one")
     return given
 
 

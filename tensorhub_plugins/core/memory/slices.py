@@ -91,7 +91,7 @@ def slices_of(held: TensorSpec, count: int, least: Least = LEAST, *, experts: bo
     """
     whole = held.part.global_shape if held.part is not None else held.shape
     size_bytes = held.size_bytes // max(prod(held.shape), 1) * prod(whole)
-    kind, is_expert = held.name.removesuffix(".weight").rpartition(".")[2], EXPERT in held.name
+    kind, is_expert = held.tensor.removesuffix(".weight").rpartition(".")[2], EXPERT in held.tensor
     smallest = least.matrix if is_expert else max(least.matrix, count * least.slice)
     if count < 2 or len(whole) != 2 or kind in WHOLE or size_bytes < smallest or not held.size_bytes:
         return [Slice(held)]
@@ -161,4 +161,4 @@ def _run(held: TensorSpec, name: str, first: int, last: int) -> Slice:
 def _spec(held: TensorSpec, name: str, shape: tuple[int, ...], start: tuple[int, ...]) -> TensorSpec:
     element = held.size_bytes // prod(held.shape)
     whole = held.part.global_shape if held.part is not None else held.shape
-    return TensorSpec(name, held.dtype, shape, element * prod(shape), None, Part(whole, start, held.name))
+    return TensorSpec(name, held.dtype, shape, element * prod(shape), None, Part(whole, start, held.tensor))

@@ -260,6 +260,39 @@ def test_ranks_publish_what_they_hold_once_and_cast_it(address, ranks):
         each.close()
 
 
+def interleaved(whole, rank, ranks):
+    """As Megatron has heads: of each tensor every so manieth pair of rows, each pair a part."""
+    for name, tensor in whole.items():
+        spec, starts = contiguous_spec(name, tensor.dtype, tensor.shape), range(2 * rank, len(tensor), 2 * ranks)
+        for number, start in enumerate(starts):
+            at = (start, *[0] * (tensor.ndim - 1))
+            yield Held(spec, tensor[start : start + 2], Part(spec.shape, at, name if number else ""))
+        if not starts:
+            yield Held(spec)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_rank_has_several_parts_of_one_tensor(address, slices):
+    trainers, reader = publishers(address, 2, dtype=torch.bfloat16, slices=slices), client(address, "reader")
+    for version in (1, 2):
+        generator = torch.Generator().manual_seed(version)
+        shapes = {"q_proj.weight": (20, 1 << 17), "q_proj.bias": (20,), "mlp.experts.1.up_proj.weight": (2, 3)}
+        whole = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        for trainer in trainers:
+            trainer.publish_parts(version, interleaved(whole, trainer.rank, 2))
+        fetched = reader.fetch(version)
+        assert_same(fetched.tensors(), {name: tensor.bfloat16() for name, tensor in whole.items()})
+        tables = [manifest.tensors for manifest in fetched.manifests.values()]
+        parts = [spec for table in tables for spec in table if spec.tensor == "q_proj.weight"]
+        assert len(parts) == 10
+        fetched.release()
+    lost = [held for held in interleaved(whole, 0, 2) if held.is_further]
+    with pytest.raises(UsageError, match="q_proj.weight@4.0 is a further part of a tensor of which there is no first"):
+        trainers[0].publish_parts(3, lost)
+    for each in (*trainers, reader):
+        each.close()
+
+
 def test_a_rank_with_nothing_publishes_nothing_and_the_version_is_whole(address):
     trainers, reader = publishers(address, 3), client(address, "reader")
     whole = {"one": torch.ones(1), "two": torch.ones(2)}
