@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from processes import Another, answering
 from transport_suite.peers import Peer
 
-ANSWER_S_MAX = 120.0  # of a guest that is emulated, on a host that is busy
 
-
-class Member:
+class Member(Another):
     """Another process that calls functions of the cases, one at a time, and keeps what they put into `kept`."""
 
+    answer_s = 120.0  # of a guest that is emulated, on a host that is busy
+
     def __init__(self) -> None:
-        context = multiprocessing.get_context("fork")
-        self._pipe, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child,), daemon=True)
-        self._process.start()
-        child.close()
+        super().__init__(multiprocessing.get_context("fork"), _serve)
 
     @property
     def pid(self) -> int:
@@ -32,15 +28,10 @@ class Member:
 
     def start(self, function: Callable[..., Any], *arguments: object) -> None:
         """Begin a call; `result` waits for it."""
-        self._pipe.send((function.__name__, arguments))
+        self._pipe.send((function.__name__, *arguments))
 
     def result(self) -> Any:
-        if not self._pipe.poll(ANSWER_S_MAX):
-            raise AssertionError(f"process {self.pid} did not answer within {ANSWER_S_MAX:g} s")
-        good, answer = self._pipe.recv()
-        if not good:
-            raise AssertionError(f"in process {self.pid}: {answer}")
-        return answer
+        return self._answer()
 
     def ask(self, function: Callable[..., Any], *arguments: object) -> Any:
         self.start(function, *arguments)
@@ -51,18 +42,6 @@ class Member:
         with open(f"/proc/{self.pid}/stat") as stat:
             fields = stat.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        self._process.join()
-        assert self._process.exitcode == -signal.SIGKILL, self._process.exitcode
-
-    def freeze(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def thaw(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
 
 
 class Crew:
@@ -83,14 +62,11 @@ class Crew:
 def _serve(pipe: Any) -> None:
     import cases  # in the child: what it opens is its own
 
-    while True:
+    def call(name: str, *arguments: object) -> Any:
         try:
-            name, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = (True, getattr(cases, name)(*arguments))
+            return getattr(cases, name)(*arguments)
         except BaseException as error:
             traceback.print_exc(file=sys.stderr)
-            answer = (False, f"{type(error).__name__}: {error}")
-        pipe.send(answer)
+            raise AssertionError(f"in process {os.getpid()}: {type(error).__name__}: {error}") from None
+
+    answering(pipe, call)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from processes import ANSWER_S, forkserver, wait_until_stopped
+from processes import Another, answering, forkserver
 
 from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, process, start_server
 from tensorhub_plugins.core.hub.limits import HubLimits
@@ -19,8 +19,6 @@ SEGMENT = 1 << 16  # bytes; small, so that a little data is many segments
 SEGMENTS = 16  # of `tensors_of`
 SIZE = SEGMENT * SEGMENTS
 RUNTIME = "runtime:f"
-
-_processes = forkserver()
 
 
 def tensors_of(seed: int) -> dict[str, torch.Tensor]:
@@ -148,67 +146,29 @@ class Hub:
         return self.server.address
 
 
-class Process:
-    """A `kind(*arguments)` in another process; `call` its methods."""
+class Process(Another):
+    """A `kind(*arguments)` in another process; `call` its methods. Its errors are RuntimeErrors that name them."""
 
     def __init__(self, kind: type, *arguments: Any, **options: Any) -> None:
-        self._pipe, theirs = _processes.Pipe()
-        self._process = _processes.Process(target=_serve, args=(theirs, kind, arguments, options), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._result()
+        super().__init__(forkserver(), _serve, kind, arguments, options)
+        self._answer()
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        self._pipe.send((method, arguments, options))
-        return self._result()
-
-    def kill(self) -> None:
-        """Send SIGKILL; return when it is dead."""
-        self._signal(signal.SIGKILL)
-        self._process.join()
-
-    def freeze(self) -> None:
-        """Send SIGSTOP; return when none of its threads runs any more."""
-        self._signal(signal.SIGSTOP)
-        wait_until_stopped(self._process.pid)
-
-    def thaw(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        """Whatever state it is in, it is gone afterwards."""
-        if self._process.is_alive():
-            self.kill()
-        self._process.join()
-        self._process.close()
-        self._pipe.close()
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process.pid is not None and self._process.is_alive()
-        os.kill(self._process.pid, number)
-
-    def _result(self) -> Any:
-        assert self._pipe.poll(ANSWER_S), "the process does not answer"
-        result, error = self._pipe.recv()
-        if error is not None:
-            raise RuntimeError(error)
-        return result
+        return self.ask(method, arguments, options)
 
 
 def _serve(pipe: Connection, kind: type, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    subject: Any = None
-    try:
-        subject = kind(*arguments, **options)
-        pipe.send((None, None))
-    except Exception as error:
-        pipe.send((None, f"{type(error).__name__}: {error}"))
-        return
-    while True:
+    def tried(call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         try:
-            method, arguments, options = pipe.recv()
-        except EOFError:  # the parent is gone
-            os._exit(0)
-        try:
-            pipe.send((getattr(subject, method)(*arguments, **options), None))
+            return call(*arguments, **options)
         except Exception as error:
-            pipe.send((None, f"{type(error).__name__}: {error}"))
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+    try:
+        subject = tried(kind, arguments, options)
+    except RuntimeError as error:
+        pipe.send(error)
+        return
+    pipe.send(None)
+    answering(pipe, lambda method, arguments, options: tried(getattr(subject, method), arguments, options))
+    os._exit(0)  # the parent is gone

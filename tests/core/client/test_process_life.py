@@ -233,7 +233,7 @@ def test_the_death_of_a_process_is_noticed_although_its_child_lives(stage, progr
     progress.wait("rollout", HELD)
     child = near.call("fork", sleeper)
     began = time.monotonic()
-    near._signal(signal.SIGKILL)  # its end is not waited for: the child has that pipe, too
+    near.signal(signal.SIGKILL)  # its end is not waited for: the child has that pipe, too
     fetched = reading.result(2 * SOON_S)
     assert time.monotonic() - began < SOON_S  # it did not have to become silent for long
     assert fetched.report.sources["far/0"] < SIZE and same_bytes(fetched.tensors(), tensors_of(1))
@@ -249,7 +249,7 @@ def test_a_child_that_keeps_the_sockets_hides_the_death(stage, progress, sleeper
     reading = stage.begin(rollout.fetch)
     progress.wait("rollout", HELD)
     near.call("fork", sleeper, keeps_sockets=True)
-    near._signal(signal.SIGKILL)
+    near.signal(signal.SIGKILL)
     (loss,) = reading.result(2 * SOON_S).report.losses
     assert "went away" not in loss
 

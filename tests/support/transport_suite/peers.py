@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
 import socket
 import threading
 import time
@@ -15,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from processes import forkserver, wait_until_stopped
+from processes import Another, answering, forkserver
 
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.manifest import Manifest
@@ -25,7 +24,7 @@ from tensorhub_plugins.core.protocol.address import parse_address
 from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.transports import Link, Offer, Transport
 from tensorhub_plugins.core.types import ShardKey
-from transport_suite.material import FAR_S, SEGMENT_SIZE_BYTES, ConformanceError, far, make_tensor, read_equal
+from transport_suite.material import FAR_S, SEGMENT_SIZE_BYTES, far, make_tensor, read_equal
 
 MakeTransport = Callable[[], Transport]
 Adopt = Callable[[dict[str, torch.Tensor]], Slab]
@@ -144,50 +143,13 @@ class Victim:
             self.reached.set()
 
 
-class Peer:
-    """Another process that does what it is asked."""
+class Peer(Another):
+    """Another process that serves or reads as it is asked."""
 
     def __init__(self, method: str = "forkserver") -> None:
         """Start the process. method: a fork of a process with threads may hang; without threads it is quicker."""
         context: Any = forkserver() if method == "forkserver" else multiprocessing.get_context(method)
-        self._pipe, child = context.Pipe()
-        self._process = context.Process(target=_peer_main, args=(child,), daemon=True)
-        self._process.start()
-        child.close()
-
-    def ask(self, what: str, *arguments: object) -> Any:
-        """Have the process do this, and return its answer."""
-        self._pipe.send((what, arguments))
-        if not self._pipe.poll(FAR_S):
-            raise ConformanceError(f"the other process did not {what} within {FAR_S:g} s")
-        answer = self._pipe.recv()
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    def alive(self) -> bool:
-        """Return whether the process still runs."""
-        return bool(self._process.is_alive())
-
-    def freeze(self) -> None:
-        """Stop the process, and return when it has stopped."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
-        wait_until_stopped(self._process.pid)
-
-    def thaw(self) -> None:
-        """Let it go on after it was frozen."""
-        if self.alive() and self._process.pid is not None:
-            os.kill(self._process.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        """Send SIGKILL; return when it is dead, and check that the signal was the cause."""
-        alive = self.alive()
-        self._process.kill()
-        self._process.join(FAR_S)
-        self._pipe.close()
-        if alive and self._process.exitcode != -signal.SIGKILL:
-            raise ConformanceError(f"the other process ended with {self._process.exitcode}, not by our SIGKILL")
+        super().__init__(context, _peer_main)
 
 
 @dataclass
@@ -250,37 +212,31 @@ def _peer_main(pipe: Connection) -> None:
     """Serve or read as asked until the pipe closes."""
     transports: list[Transport] = []
     kept: list[object] = []
-    while True:
-        try:
-            what, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            if what == "serve":
-                make, slabs, adopt, key = arguments
-                source = Source(make(), slabs, adopt)
-                kept.append(source)
-                offer = source.offer(remote_tensors(), key=key, ready=False)
-                for segment in range(offer.manifest.segment_count // 2):
-                    offer.mark_ready(segment)
-                transports.append(source.transport)
-                pipe.send(source.endpoint)
-            elif what == "read":
-                make, endpoint, key, count = arguments
-                reader: Transport = make()
-                transports.append(reader)
-                link = reader.connect(endpoint, deadline=far())
-                manifest = link.open(key, 1, deadline=far())
-                slab = Slab.allocate(manifest.tensors)
-                reading = read_equal(link, range(manifest.segment_count), slab, deadline=far())
-                got = [next(reading) for _ in range(count)]
-                kept += [link, reading, slab]  # and stay in the middle
-                pipe.send(got)
-            else:
-                for transport in transports:
-                    transport.close()
-                transports.clear()
-                kept.clear()
-                pipe.send(None)
-        except Exception as error:
-            pipe.send(error)
+
+    def serve(make: MakeTransport, slabs: str, adopt: Adopt, key: ShardKey) -> str:
+        source = Source(make(), slabs, adopt)
+        kept.append(source)
+        offer = source.offer(remote_tensors(), key=key, ready=False)
+        for segment in range(offer.manifest.segment_count // 2):
+            offer.mark_ready(segment)
+        transports.append(source.transport)
+        return source.endpoint
+
+    def read(make: MakeTransport, endpoint: str, key: ShardKey, count: int) -> list[int]:
+        reader = make()
+        transports.append(reader)
+        link = reader.connect(endpoint, deadline=far())
+        manifest = link.open(key, 1, deadline=far())
+        slab = Slab.allocate(manifest.tensors)
+        reading = read_equal(link, range(manifest.segment_count), slab, deadline=far())
+        kept.extend((link, reading, slab))  # and stay in the middle
+        return [next(reading) for _ in range(count)]
+
+    def end() -> None:
+        for transport in transports:
+            transport.close()
+        transports.clear()
+        kept.clear()
+
+    known = {"serve": serve, "read": read, "end": end}
+    answering(pipe, lambda what, *arguments: known[what](*arguments))
