@@ -33,7 +33,7 @@ class Figures:
         yield GaugeMetricFamily(*UP, value=float(bool(figures)))
         for figure in figures:
             names = [name for name, _ in figure.values[0][0]] if figure.values else []
-            kind = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
+            kind = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
             family = kind(figure.name, figure.help, labels=names)
             for labels, value in figure.values:
                 family.add_metric([text for _, text in labels], value)

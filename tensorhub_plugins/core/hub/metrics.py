@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from tensorhub_plugins.core.hub import standing, unreached
 from tensorhub_plugins.core.hub.registry import Registry
@@ -18,16 +18,19 @@ from tensorhub_plugins.core.types import attempt_of, step_of
 MODELS_MAX = 100  # each is about twenty series; those with a trainer come first
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
-Kind: TypeAlias = Literal["gauge", "counter"]
 
 
 class Metric(NamedTuple):
-    """A figure of Prometheus: its name, kind and help text, and a value for each set of labels."""
+    """A figure of Prometheus: its name, help text, and a value for each set of labels."""
 
     name: str
-    kind: Kind
     help: str
     values: list[tuple[Labels, float]]
+
+    @property
+    def is_counter(self) -> bool:
+        """Return whether it only grows, as Prometheus has it in the name; else it is a gauge."""
+        return self.name.endswith("_total")
 
 
 class _Tally:
@@ -56,88 +59,73 @@ class _Tally:
                     self.install_age_s_max = max(self.install_age_s_max, now - worker.installed_at)
 
 
-OF_MODELS: tuple[tuple[str, Kind, str, Callable[[_Tally], float]], ...] = (
-    ("newest_step", "gauge", "step of the newest version", lambda m: step_of(m.newest)),
-    ("newest_attempt", "gauge", "attempt of the newest version", lambda m: attempt_of(m.newest)),
+OF_MODELS: tuple[tuple[str, str, Callable[[_Tally], float]], ...] = (
+    ("newest_step", "step of the newest version", lambda m: step_of(m.newest)),
+    ("newest_attempt", "attempt of the newest version", lambda m: attempt_of(m.newest)),
     (
         "newest_age_seconds",
-        "gauge",
         "seconds since the newest version was published; 0 before the first one",
         lambda m: standing.newest_age_s(m.history, m.now),
     ),
     (
         "newest_replicas",
-        "gauge",
         "replicas of which each has all of the newest version, trainers included",
         lambda m: standing.newest_replicas(m.history),
     ),
     (
         "missing_copies",
-        "gauge",
         "versions with fewer copies, or in fewer hosts, than asked for",
         lambda m: sum(bool(missing.why) for missing in m.history.missing.values()),
     ),
-    ("trainers", "gauge", "workers that have published, and hold it", lambda m: m.trainers),
-    ("workers", "gauge", "workers that are connected, trainers included", lambda m: len(m.history.workers)),
-    ("silent_workers", "gauge", "workers that were not heard for five heartbeats", lambda m: m.silent),
+    ("trainers", "workers that have published, and hold it", lambda m: m.trainers),
+    ("workers", "workers that are connected, trainers included", lambda m: len(m.history.workers)),
+    ("silent_workers", "workers that were not heard for five heartbeats", lambda m: m.silent),
     (
         "lost_workers",
-        "gauge",
         "workers that were declared dead in the last ten minutes, and have not come back",
         lambda m: len(standing.lost(m.history, m.now)),
     ),
     (
         "lacking_workers",
-        "gauge",
         "workers that the system has refused memory, threads, files or space on a disk in the last ten minutes",
         lambda m: m.lacking,
     ),
-    ("followers", "gauge", "replicas that ask for the newest version", lambda m: m.followers),
-    ("followers_behind", "gauge", "followers that have not installed the newest version", lambda m: m.behind),
-    (
-        "follower_lag_steps_max",
-        "gauge",
-        "steps by which the last follower is behind the newest version",
-        lambda m: m.lag_max,
-    ),
+    ("followers", "replicas that ask for the newest version", lambda m: m.followers),
+    ("followers_behind", "followers that have not installed the newest version", lambda m: m.behind),
+    ("follower_lag_steps_max", "steps by which the last follower is behind the newest version", lambda m: m.lag_max),
     (
         "follower_install_age_seconds_max",
-        "gauge",
         "longest time since a follower that is behind has installed anything",
         lambda m: m.install_age_s_max,
     ),
     (
         "follower_behind_seconds_max",
-        "gauge",
         "longest time for which a follower has not installed any of the newer versions that there are",
         lambda m: m.behind_s_max,
     ),
-    ("followers_refusing", "gauge", "workers that cannot install a version newer than theirs", lambda m: m.refusing),
-    ("followers_failing", "gauge", "followers whose last try to install a version has failed", lambda m: m.failing),
-    ("pinned", "gauge", "1 while all followers are held at one version", lambda m: bool(m.history.directive.pin)),
-    ("withdrawn_versions", "gauge", "versions that were withdrawn", lambda m: len(m.history.withdrawn)),
-    ("transfers", "gauge", "reads that are going on, each of one worker", lambda m: m.transfers),
+    ("followers_refusing", "workers that cannot install a version newer than theirs", lambda m: m.refusing),
+    ("followers_failing", "followers whose last try to install a version has failed", lambda m: m.failing),
+    ("pinned", "1 while all followers are held at one version", lambda m: bool(m.history.directive.pin)),
+    ("withdrawn_versions", "versions that were withdrawn", lambda m: len(m.history.withdrawn)),
+    ("transfers", "reads that are going on, each of one worker", lambda m: m.transfers),
     (
         "waiting_requests",
-        "gauge",
         "requests without an answer yet: of followers, and of readers without a source",
         lambda m: len(m.history.waiting),
     ),
-    ("published_bytes", "gauge", "bytes that trainers hold published", lambda m: m.history.published_size_bytes),
-    ("retained_bytes", "gauge", "bytes of last copies, which their holders would free", lambda m: m.retained_bytes),
+    ("published_bytes", "bytes that trainers hold published", lambda m: m.history.published_size_bytes),
+    ("retained_bytes", "bytes of last copies, which their holders would free", lambda m: m.retained_bytes),
     (
         "unreached_sources",
-        "gauge",
         "workers to which another one cannot connect",
         lambda m: len(unreached.readers_of(m.history)),
     ),
     (
         "corrupt_segments_total",
-        "counter",
         "segments that arrived with other bytes than were published",
         lambda m: m.history.corrupt_segments,
     ),
-    ("wire_bytes_total", "counter", "bytes that were sent for what was read", lambda m: m.history.wire_bytes),
+    ("wire_bytes_total", "bytes that were sent for what was read", lambda m: m.history.wire_bytes),
 )
 
 
@@ -145,15 +133,15 @@ def metrics(registry: Registry, now: float) -> Iterator[Metric]:
     """Yield all figures, as they are now."""
     histories = sorted(registry.histories.values(), key=lambda history: not history.published_size_bytes)
     tallies = [_Tally(registry, history, now) for history in islice(histories, MODELS_MAX)]
-    for name, kind, text, value in OF_MODELS:
+    for name, text, value in OF_MODELS:
         values = [(_labels(tally.history), float(value(tally))) for tally in tallies]
-        yield Metric(f"tensorhub_{name}", kind, text, values)
+        yield Metric(f"tensorhub_{name}", text, values)
     read = [
         ((*_labels(tally.history), ("distance", way.split()[0]), ("transport", way.split()[1])), float(size_bytes))
         for tally in tallies
         for way, size_bytes in sorted(tally.history.read_bytes.items())
     ]
-    yield Metric("tensorhub_read_bytes_total", "counter", "bytes that workers have read, when the read has ended", read)
+    yield Metric("tensorhub_read_bytes_total", "bytes that workers have read, when the read has ended", read)
     of_hub = (
         ("hub_up_seconds", "seconds since the hub has started", now - registry.started),
         ("hub_sessions", "workers, followers and commands that are connected", len(registry.workers)),
@@ -165,7 +153,7 @@ def metrics(registry: Registry, now: float) -> Iterator[Metric]:
 
 def hub_figure(name: str, text: str, value: float) -> Metric:
     """Return a gauge of the hub itself."""
-    return Metric(name, "gauge", text, [((), float(value))])
+    return Metric(name, text, [((), float(value))])
 
 
 def _labels(history: History) -> Labels:
