@@ -63,8 +63,9 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.client.client import Client
     from tensorhub_plugins.core.client.fsdp1 import fsdp1_parts, fsdp1_problem, is_fsdp1
     from tensorhub_plugins.core.client.fsdp2 import fsdp2_parts, fsdp2_problem
-    from tensorhub_plugins.core.client.parts import Held, Turns, held_run, held_split
+    from tensorhub_plugins.core.client.parts import AllHeld, Held, Turns, held_run, held_split
     from tensorhub_plugins.core.client.publisher import Publisher
+    from tensorhub_plugins.core.client.recovery import Recovery
     from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
     from tensorhub_plugins.core.device import on_host, settle_host, synchronize
     from tensorhub_plugins.core.drivers import release_cached_memory
@@ -92,7 +93,8 @@ _WITH_TORCH = {
     "release_cached_memory": "drivers",
     "gate": "capturing",
     "Publisher": "client.publisher",
-    **dict.fromkeys(("Held", "Turns", "held_run", "held_split"), "client.parts"),
+    "Recovery": "client.recovery",
+    **dict.fromkeys(("AllHeld", "Held", "Turns", "held_run", "held_split"), "client.parts"),
     **dict.fromkeys(("fsdp1_parts", "fsdp1_problem", "is_fsdp1"), "client.fsdp1"),
     **dict.fromkeys(("fsdp2_parts", "fsdp2_problem"), "client.fsdp2"),
     **dict.fromkeys(("contiguous_spec", "flat_bytes", "in_memory_order"), "memory.tensors"),
@@ -106,6 +108,7 @@ __all__ = [
     "PREEMPTIBLE_VARIABLE",
     "REFUSED_MAX",
     "SECRET_VARIABLE",
+    "AllHeld",
     "Client",
     "CorruptBytes",
     "Deadline",
@@ -122,6 +125,7 @@ __all__ = [
     "ProtocolError",
     "PublishReport",
     "Publisher",
+    "Recovery",
     "ReplicateReport",
     "Server",
     "ShardKey",

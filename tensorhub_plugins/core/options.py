@@ -26,6 +26,7 @@ FLEET_MAX = 1024  # replicas of one run; its dispatcher reports them all every s
 POLICY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:-?\d+(\.\d+)?(,-?\d+(\.\d+)?)*)?")
 
 Delta = Literal["auto", "off"]
+RecoverWeights = Literal["off", "resumed_step", "latest"]
 LocationPart = Literal["data_center", "rack", "host"]
 
 

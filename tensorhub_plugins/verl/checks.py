@@ -28,9 +28,16 @@ from tensorhub_plugins.vllm.outlook import (
     gpus_summary,
     is_meant,
     memory_summary,
+    recovery_summary,
 )
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number, in bytes
+# verl's names of what a model is trained in (PrecisionType).
+DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "float"), "float32"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
+}
 DROP_IN_COPIES = 2  # every worker has all of a version, and the one before until it is there
 COLOCATED = ("sync", "colocate_async")  # trainers of verl that share their GPUs with the engines
 SEPARATE = "trainer.v1.trainer_mode=separate_async actor_rollout_ref.hybrid_engine=False"
@@ -119,6 +126,7 @@ def check(root: Any) -> tuple[Options, Outlook]:
     outlook.said.append(f"weights: {parts_summary(root, options)}")
     outlook.said.append(f"dtype: {dtype_summary(options)}")
     outlook.ask(check_resume, _get(root, "trainer"))
+    outlook.tell(check_recovery, root, options)
     outlook.ask(check_path, _get(root, "actor_rollout_ref", "model"))
     outlook.tell(check_adapter, root, options)
     outlook.ask(check_drafts, rollout)
@@ -191,6 +199,36 @@ def check_resume(trainer: Any) -> None:
             f"trainer.resume_mode=resume_path, and trainer.resume_from_path is {path!r}: name the folder "
             "global_step_... of a checkpoint"
         )
+
+
+def check_recovery(root: Any, options: Options) -> str:
+    """Return where a run that resumes has its weights from; "" where that is as ever. Raise UsageError where the
+    checkpoint would be loaded each time."""
+    mode = options.recover_weights
+    if mode == "off":
+        return ""
+    actor, model = (_get(root, "actor_rollout_ref", name) for name in ("actor", "model"))
+    trained = DTYPES.get(str(_get(actor, "fsdp_config", "model_dtype") or "float32"))
+    if options.hub is None or options.run is None:
+        why = f"the run's own hub ends with it: set {WHERE}.hub and {WHERE}.run"
+    elif (
+        trains_lora(model)
+        or _get(actor, "strategy") not in ("fsdp", "fsdp2")
+        or not parts_summary(root, options).startswith("each")
+    ):
+        why = "it takes parts of whole weights, which strategy fsdp or fsdp2 publishes without LoRA"
+    elif _get(root, "trainer", "resume_mode") == "disable":
+        why = "trainer.resume_mode=disable resumes from nothing: set auto"
+    elif "model" not in (_get(actor, "checkpoint", "load_contents") or ["model"]):
+        why = "actor_rollout_ref.actor.checkpoint.load_contents has no model, which is loaded where nobody has it"
+    elif mode == "resumed_step" and options.dtype not in (None, trained):
+        why = (
+            f"the trainer's {trained} weights are published in {options.dtype}, of which they cannot be made: set "
+            f"{WHERE}.dtype={trained}, or actor_rollout_ref.actor.fsdp_config.model_dtype={options.dtype}"
+        )
+    else:
+        return recovery_summary(mode, retains=options.retain is not None)
+    raise UsageError(f"{WHERE}.recover_weights={mode} would do nothing: {why}, or leave it out")
 
 
 def check_kwargs(rollout: Any) -> None:

@@ -158,9 +158,10 @@ def why_gathered(engine: Any) -> str:
     return problem or (MOE_CUT if cut_inside else "")
 
 
-def held_by_rank(engine: Any) -> Iterator[Held]:
-    """Return this rank's parts, under the names of `Weights`. `why_gathered` has nothing against it."""
-    named = {held.whole.name: held for held in _held(engine.module)}
+def held_by_rank(engine: Any, kind: type[Turns] = Turns) -> Iterator[Held]:
+    """Return this rank's parts, under the names of `Weights`, whose turn it is. `why_gathered` has nothing against
+    it."""
+    named = {held.whole.name: held for held in _held(engine.module, kind)}
     saved, model_type = as_saved(engine), engine.model_config.hf_config.model_type
     for name, held in _as_verl_calls_them(named, engine.module).items():
         pieces = _unfused(name, held.whole.shape, model_type)
@@ -172,8 +173,8 @@ def held_by_rank(engine: Any) -> Iterator[Held]:
             yield from held_split(held, pieces)
 
 
-def _held(module: Any) -> Iterator[Held]:
-    turns = Turns(torch.distributed.get_rank(), torch.distributed.get_world_size())
+def _held(module: Any, kind: type[Turns] = Turns) -> Iterator[Held]:
+    turns = kind(torch.distributed.get_rank(), torch.distributed.get_world_size())
     return fsdp1_parts(module, turns) if is_fsdp1(module) else fsdp2_parts(module.state_dict(), turns)
 
 

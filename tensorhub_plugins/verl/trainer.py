@@ -33,7 +33,7 @@ from tensorhub_plugins.core import (
     version_of,
 )
 from tensorhub_plugins.core.options import Need
-from tensorhub_plugins.verl import checks, config, hub, loading, null_worker, parts, steps
+from tensorhub_plugins.verl import checks, config, hub, loading, null_worker, parts, recovery, steps
 from tensorhub_plugins.verl.versions import version_of_step
 from tensorhub_plugins.vllm.lora import CONFIG
 from tensorhub_plugins.vllm.ray.config import connect
@@ -197,6 +197,8 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             raise config.refused(error, address) from error
         if self.is_trainer:
             self._publisher = self._make_publisher(self._client, rank, ranks)
+            if self.options.recover_weights != "off":
+                recovery.watch(self._publisher, self.options)
 
     def _make_publisher(self, client: Client, rank: int, ranks: int) -> Publisher:
         dtype = self.options.dtype

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tensorhub_plugins.core import TensorHubError, UsageError
-from tensorhub_plugins.core.options import Need, StoreOptions, need_summary
+from tensorhub_plugins.core.options import Need, RecoverWeights, StoreOptions, need_summary
 
 BESIDE = "memory: engines beside it on its host use the same copies, and take none of their own"
 MISSPELT_MIN = 0.7  # difflib's ratio; other back ends of verl are below 0.5, of torch (nccl, gloo, xccl) below 0.3
@@ -89,6 +89,16 @@ def adapter_summary(model: str, base: str) -> str:
         f"LoRA: the adapter is all that is published, as model {model}, and that hosts keep versions of; engines read "
         f"the base weights from {base} as they start, and keep them"
     )
+
+
+def recovery_summary(mode: RecoverWeights, *, retains: bool) -> str:
+    """Return where a run that resumes has its weights from."""
+    if mode == "latest":
+        what = "takes the NEWEST weights that workers hold, with the OLDER optimizer, data and step of its checkpoint"
+    else:
+        what = "takes the weights of its checkpoint from workers that hold them"
+    less = "" if retains else "; LOOK: retain_copies=2 has another host hold a copy, else none may"
+    return f"a run that resumes {what}, and loads them where nobody does{less}"
 
 
 def memory_summary(options: StoreOptions, model: Model, worker: str, need: Need, workers: int) -> str:

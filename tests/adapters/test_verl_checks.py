@@ -113,6 +113,44 @@ def test_which_way_the_weights_take_is_told(arguments, says):
     assert [line for line in told if line.startswith("weights: ") and says in line]
 
 
+HUB = (f"{OPTIONS}.hub=tcp://h:1", f"{OPTIONS}.run=r", "trainer.resume_mode=auto")
+TAKES, NEWEST = (f"{OPTIONS}.recover_weights={mode}" for mode in ("resumed_step", "latest"))
+TRAINED = "actor_rollout_ref.actor.fsdp_config.model_dtype"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([TAKES, *HUB, f"{OPTIONS}.dtype=float32"], "takes the weights of its checkpoint from workers that hold them"),
+        ([TAKES, *HUB, f"{OPTIONS}.dtype=bfloat16", f"{TRAINED}=bf16"], "takes the weights of its checkpoint"),
+        ([NEWEST, *HUB, f"{OPTIONS}.dtype=bfloat16"], "with the OLDER optimizer, data and step"),
+    ],
+)
+def test_where_a_run_that_resumes_has_its_weights_from_is_told(arguments, says):
+    assert [line for line in told_of([*SEPARATE, *PULL, *arguments]) if says in line and "LOOK" in line]
+    more = [*arguments, f"{OPTIONS}.retain_copies=2"]
+    assert [line for line in told_of([*SEPARATE, *PULL, *more]) if says in line and "LOOK" not in line]
+    assert not [line for line in told_of([*SEPARATE, *PULL, *HUB]) if "resumes" in line]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([TAKES, *HUB, f"{OPTIONS}.dtype=bfloat16"], "the trainer's float32 weights are published in bfloat16"),
+        ([NEWEST, HUB[0], HUB[2]], "the run's own hub ends with it"),
+        ([NEWEST, *HUB[1:]], "the run's own hub ends with it"),
+        ([NEWEST, *HUB, GATHER], "it takes parts of whole weights"),
+        ([NEWEST, *HUB, LORA], "it takes parts of whole weights"),
+        ([NEWEST, *HUB, "actor_rollout_ref.actor.strategy=megatron"], "it takes parts of whole weights"),
+        ([NEWEST, *HUB[:2], "trainer.resume_mode=disable"], "resumes from nothing"),
+        ([NEWEST, *HUB, "actor_rollout_ref.actor.checkpoint.load_contents=[optimizer,extra]"], "has no model"),
+    ],
+)
+def test_weights_that_would_never_be_taken_are_refused(arguments, why):
+    (refusal,) = refusals([*SEPARATE, *PULL, *arguments])
+    assert f".recover_weights={arguments[0].rpartition('=')[2]} would do nothing: " in refusal and why in refusal
+
+
 def test_the_history_of_an_adapter_is_called_after_it():
     root = composed([*SEPARATE, *PULL, LORA, f"{OPTIONS}.dtype=float16"])
     OmegaConf.set_struct(root, True)  # as Hydra makes it

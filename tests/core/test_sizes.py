@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 4_160,
-    "core/client": 5_370,
+    "core": 4_170,
+    "core/client": 5_680,
     "core/deltas": 660,
     "core/hub": 5_500,
     "core/kernels": 560,
@@ -23,8 +23,8 @@ CEILINGS = {
     "core/transfer": 1_947,
     "core/transports": 7_325,
     "openrlhf": 2_400,
-    "verl": 3_910,
-    "vllm": 8_850,
+    "verl": 4_020,
+    "vllm": 8_860,
     "vllm/doctor": 860,
     "vllm/worker": 5_270,
 }

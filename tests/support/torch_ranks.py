@@ -17,7 +17,7 @@ WAIT_S = 5
 
 def started(file: str, count: int, *arguments: object) -> AbstractContextManager[list[subprocess.Popen[str]]]:
     """Run `python file RANK arguments...` for each rank; the test writes to the ranks' stdin."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH")]))
     return recipes.ranks.started([file], count, *arguments, environment={"PYTHONPATH": path})
 
 

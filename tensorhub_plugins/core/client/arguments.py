@@ -168,8 +168,9 @@ def wanted_table(specs: Iterable[TensorSpec], deadline: float) -> TensorTable:
     return TensorTable.of(checked_specs(specs, deadline, "wanted"))
 
 
-def check_retain(newest: object, domains: object, across: object) -> None:
+def check_retain(newest: object, domains: object, across: object, also: object) -> None:
     """Raise UsageError for what cannot be retained."""
+    check_installed("also", also)
     if type(newest) is not int or not 0 <= newest <= RETAIN_MAX:
         raise UsageError(f"retain(newest={newest!r}): a count of versions from 0 to {RETAIN_MAX}")
     if type(domains) is not int or not 1 <= domains <= DOMAINS_MAX or across not in get_args(Across):

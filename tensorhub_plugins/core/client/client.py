@@ -416,16 +416,16 @@ class Client(OfThisProcess):
         return list(reply.versions)
 
     def retain(
-        self, newest: int = 1, *, domains: int = 1, across: types.Across = "host", timeout_s: float = 10.0
+        self, newest: int = 1, *, domains: int = 1, across: types.Across = "host", also: int = 0, timeout_s: float = 10
     ) -> None:
         """Keep the last copy of this many newest versions (of this run and model) when it is unpublished.
 
-        newest: 0 to 1024; by default the newest one is retained. domains: the last copy in each of so many
-        hosts (across="rack", "data_center": racks, data centres) stays, as far as there are copies. Those of
+        newest: 0 to 1024; by default the newest one. also: one more version; 0: none. domains: the last copy in each of
+        so many hosts (across="rack", "data_center": racks, data centres) stays, as far as there are copies. Those of
         preemptible workers do not count. Where there are too few, a worker of another domain with free memory
         (memory_budget_bytes) is asked to read the checkpoint layout and hold it; the hub's status says if none has."""
-        arguments.check_retain(newest, domains, across)
-        self._ask(lambda number: messages.Retain(number, newest, domains, across), timeout_s)
+        arguments.check_retain(newest, domains, across, also)
+        self._ask(lambda number: messages.Retain(number, newest, domains, across, also=also), timeout_s)
 
     def hand_over(self, timeout_s: float = 25.0) -> bool:
         """Prepare to leave: unpublish all that this worker serves, newest first, and wait until another worker has what

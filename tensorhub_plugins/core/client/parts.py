@@ -91,6 +91,14 @@ class Turns:
         return Held(whole, tensor.detach().to(dtype or tensor.dtype) if mine else None)
 
 
+class AllHeld(Turns):
+    """Every rank's turn, for all that it holds: what it reads, and not what it publishes."""
+
+    def is_mine(self, mine: int, count: int, size_bytes: int) -> bool:
+        """Return that it is."""
+        return True
+
+
 def held_box(whole: TensorSpec, tensor: torch.Tensor, start: tuple[int, ...]) -> Held:
     """Return a box of the whole tensor whose first element is at `start`."""
     if tuple(tensor.shape) == whole.shape:

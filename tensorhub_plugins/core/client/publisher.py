@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -139,7 +139,7 @@ class Publisher(OfThisProcess):
         self.attempt: int | None = None if begins else 0  # None: it begins with the first version
         self.rank, self.ranks, self.worker = rank, ranks, worker
         self.keep, self.timeout_s, self.dtype, self.keeps_dtype = keep, timeout_s, dtype, keeps_dtype
-        self._retain = retain if rank == 0 else None
+        self._retain, self._noted = (retain if rank == 0 else None), ""  # noted: a root, see `retain_version_of`
         self._slices_of = partial(slices_of, count=slices, experts=slices_experts)
         model = [msgspec.structs.replace(spec, stride=None, part=None) for spec in model]  # as they will be published
         ownership = Ownership(ranks)
@@ -213,6 +213,42 @@ class Publisher(OfThisProcess):
         is settled; in `publish` it is for what comes after the collectives, which no rank may leave.
         """
         return self._publish(step, lambda version, deadline: self._snapshot_parts(version, held, deadline))
+
+    def root(self, weights: Iterable[Any], *, by_parts: bool) -> str:
+        """Return the root, in hex, that this rank's share of these weights would be published with; offer nothing.
+
+        weights: as for `publish_parts` if by_parts, else as for `publish`. It takes the memory of one more version
+        for a moment, and as long as copying and digesting it. Errors as of theirs."""
+        self.settle()
+        deadline = Deadline.after(self.timeout_s)
+        taken = self._snapshot_parts(0, weights, deadline) if by_parts else self._snapshot(0, weights)
+        try:
+            taken.downloads.wait()
+            taken.slab.know_digests(taken.downloads.digests(taken.slab.segment_size_bytes))
+            return _root(taken.slab, taken.parts, self.client.digest).hex()
+        finally:
+            taken.slab.close()
+
+    def retain_version_of(self, root: str) -> None:
+        """Retain the version in which this rank's share has this root, as soon as it is published, in place of the last
+        one of which this was asked. Nothing where only the newest version's one copy is retained: it is this rank's."""
+        self._noted = root
+        if self._sent is not None and self._published:
+            self._retain_noted(self._published[-1], self._sent)
+
+    def _retain_noted(self, version: int, manifest: Manifest) -> None:
+        if self._retain is None or self._noted != manifest.root().hex():
+            return
+        copies, across = self._retain
+        try:
+            self.client.retain(domains=copies, across=across, also=version)
+        except TensorHubError as error:
+            log.warning("%s: version %d may be lost, which a checkpoint has: %s", self.worker, version, error)
+
+    @property
+    def newest(self) -> int:
+        """Return the newest version that this rank has published, and still offers; 0: none."""
+        return self._published[-1] if self._published else 0
 
     @calls.public
     def settle(self) -> None:
@@ -291,6 +327,7 @@ class Publisher(OfThisProcess):
             record("digests", worker=self.worker, version=version, layout=CHECKPOINT, digests=digests)
         self._published.append(version)
         self._sent = report.manifest
+        self._retain_noted(version, report.manifest)
         self._whole = whole
         calls.stays()
         self._reserve_next(slab)
@@ -321,8 +358,7 @@ class Publisher(OfThisProcess):
         sent = self._sent
         if sent is None:
             return False
-        manifest = slab.manifest(algorithm=sent.digest_algorithm)
-        return msgspec.structs.replace(manifest, tensors=with_parts(slab.specs, parts)).root() == sent.root()
+        return _root(slab, parts, sent.digest_algorithm) == sent.root()
 
     def _snapshot(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
         """Return a slab with this rank's tensors, the tensors of all ranks, and the positions of its parts in them.
@@ -542,6 +578,12 @@ def _write(
     """Copy it in piece by piece, each cast by itself: no copy of all of it is made."""
     for piece in pieces:
         slab.write_later(piece.spec.name, piece.of(tensor), downloads, stays=stays, deadline=deadline)
+
+
+def _root(slab: Slab, parts: dict[str, Part], algorithm: str) -> bytes:
+    """Return the root of the manifest that this slab would be published with."""
+    manifest = slab.manifest(algorithm=algorithm)
+    return msgspec.structs.replace(manifest, tensors=with_parts(slab.specs, parts)).root()
 
 
 def _parts(pieces: Pieces) -> dict[str, Part]:

@@ -578,6 +578,7 @@ class Session:
                 retain_domains=1 if self.retain is None else self.retain.domains,
                 retain_across="host" if self.retain is None else self.retain.across,
                 retain_serial=self.retain_serial,
+                retain_also=0 if self.retain is None else self.retain.also,
                 request_id=self.next_request_id(),
                 pending=tuple(self.asked),
                 seen=self.seen,

@@ -341,9 +341,9 @@ class Hub:
             case m.Abandon(_, key):
                 self.registry.end_claim(worker, key, now)
                 self._outbox.reply(worker, m.Done(request_id))
-            case m.Retain(_, newest, domains, across):
+            case m.Retain(_, newest, domains, across, _, also):
                 serial = min(worker.history.retain_serial + 1, m.SERIAL_MAX)
-                worker.history.retain(newest, domains, across, serial)
+                worker.history.retain(newest, domains, across, serial, also)
                 self._outbox.reply(worker, m.Done(request_id, serial))
             case m.AskVersions():
                 room = Room(ANSWER_SIZE_BYTES_MAX)
@@ -410,8 +410,8 @@ class Hub:
             for former in self._namesakes.former_lives(worker):
                 self._forget(former, "has started again: this was its former incarnation")
             history.group(worker).recall(hello.shard, hello.generation, hello.resolved)
-        if hello.retain_newest is not None and not worker.is_zombie:
-            history.recall_retain(hello.retain_newest, hello.retain_domains, hello.retain_across, hello.retain_serial)
+        if not worker.is_zombie:
+            history.recall_retain(hello)
         worker.seen_version = max(worker.seen_version, history.floor(hello.seen))
         not_held = self._take_over(worker, hello, now)
         for each in history.replicas[hello.replica].values():  # its group may be complete now

@@ -63,6 +63,7 @@ DECIDED_BY_PUBLISHERS: Mapping[str, object] = {
     "retain_domains": 1,
     "retain_across": "host",
     "retain_serial": 0,
+    "retain_also": 0,
     "directive": m.NO_DIRECTIVE,
     "mark": b"",
 }

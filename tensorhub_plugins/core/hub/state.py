@@ -380,6 +380,7 @@ class History:
     retain_domains: int = 1  # the number of failure domains in which copies of them are kept
     retain_across: Across = "host"
     retain_serial: int = 0  # of the last Retain
+    retain_also: int = 0  # a version that is retained beside the newest; 0: none
     missing: dict[int, Missing] = field(default_factory=dict)  # by version, see domains.py
     looked_at: float = float("-inf")  # when missing copies were last looked for
     is_short: bool = False  # a missing copy was logged
@@ -476,21 +477,25 @@ class History:
         self.newest_visible = next((n for n in reversed(self.shown) if not self.is_over(n)), 0)
 
     def retained(self) -> set[int]:
-        """Return the versions whose last copy is not evicted: the newest ones, and the pinned one."""
+        """Return the versions whose last copy is not evicted: the newest, the pinned, and one that was asked for."""
         visible = self.visible()
-        return {*visible[: self.retain_newest], *(n for n in visible if n == self.directive.pin)}
+        return {*visible[: self.retain_newest], *(n for n in visible if n in (self.directive.pin, self.retain_also))}
 
-    def retain(self, newest: int, domains: int, across: Across, serial: int) -> None:
-        """Keep copies of so many versions, in so many failure domains."""
+    def retain(self, newest: int, domains: int, across: Across, serial: int, also: int) -> None:
+        """Keep copies of so many versions, and of one more, in so many failure domains."""
         self.retain_newest, self.retain_domains, self.retain_across = newest, domains, across
-        self.retain_serial = serial
+        self.retain_serial, self.retain_also = serial, also
 
-    def recall_retain(self, newest: int, domains: int, across: Across, serial: int) -> None:
+    def recall_retain(self, hello: m.Hello) -> None:
         """Take what a worker has requested before, perhaps from a previous hub; it is ignored if a later request came
         since. Of two with one serial, which two hubs have assigned, the one that keeps more counts."""
-        known = self.retain_serial, self.retain_newest, self.retain_domains, self.retain_across
-        if not self.retain_serial or (serial, newest, domains, across) > known:
-            self.retain(newest, domains, across, serial)
+        if (newest := hello.retain_newest) is None:
+            return
+        said = hello.retain_serial, newest, hello.retain_domains, hello.retain_across, hello.retain_also
+        known = self.retain_serial, self.retain_newest, self.retain_domains, self.retain_across, self.retain_also
+        if not self.retain_serial or said > known:
+            serial, newest, domains, across, also = said
+            self.retain(newest, domains, across, serial, also)
 
     def direct(self, directive: m.Directive) -> None:
         """Apply an operators' directive to this history."""

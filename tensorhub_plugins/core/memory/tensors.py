@@ -181,6 +181,8 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
         one, other = one.contiguous(), other.contiguous()
     mine, theirs = flat_bytes(one), flat_bytes(other)
     if of(mine) is of(theirs) is None:
+        if not any(n % 8 for t in (mine, theirs) for n in (t.numel(), t.storage_offset(), t.data_ptr())):
+            mine, theirs = mine.view(torch.int64), theirs.view(torch.int64)  # four times as fast
         return torch.equal(mine, theirs)
     for start in range(0, mine.numel(), COMPARE_SIZE_BYTES):
         part = slice(start, start + COMPARE_SIZE_BYTES)

@@ -196,10 +196,9 @@ class Hello(_Message, frozen=True):
     to, so that one that comes late, after a restart, is not believed (b"": the worker knows of none; None: it is older
     than this field). process: see process.py. mark: of the attempt that it has begun; b"": none. job: shared only with
     its former and next incarnations. welcomed: the incarnation of the hub that has admitted this session; b"": none
-    yet. retain_newest and the other fields of that name: as in the last Retain of this worker that was answered; None:
-    none was. tls_only: other data centres are served over TLS only. until: when the first of these holdings whose
-    Publish is unanswered is abandoned; None: none is. name_proof: the one of the last Alive, see `hub/namesakes.py`.
-    hosts: beside that of `endpoints`, at the same ports.
+    yet. retain_...: as in this worker's last Retain that was answered; None: none was. tls_only: other data centres are
+    served over TLS only. until: when the first of these holdings whose Publish is unanswered is abandoned; None: none
+    is. name_proof: of the last Alive, see `hub/namesakes.py`. hosts: beside that of `endpoints`, at the same ports.
     """
 
     run: Name
@@ -234,6 +233,7 @@ class Hello(_Message, frozen=True):
     hosts: Hosts = ()
     restarts: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0  # of hubs, that it has seen lately
     heartbeat_s: Seconds = 0.0  # between its heartbeats to the hub before; 0: there was none
+    retain_also: Count = 0
 
 
 class Heartbeat(_Message, frozen=True):
@@ -384,13 +384,14 @@ class Withdraw(_Message, frozen=True):
 
 
 class Retain(_Message, frozen=True):
-    """Asks to keep the last copies of so many of the newest versions, in so many failure domains."""
+    """Asks to keep the last copies of so many of the newest versions, and of one more, in so many failure domains."""
 
     request_id: Count
     newest: Annotated[int, msgspec.Meta(ge=0, le=RETAIN_MAX)]
     domains: Domains = 1
     across: Across = "host"
     until: Until | None = None
+    also: Count = 0
 
 
 class Begin(_Message, frozen=True):

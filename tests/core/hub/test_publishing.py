@@ -313,6 +313,21 @@ def test_a_copy_that_may_be_taken_away_is_none(scenario: Scenario, preemptible: 
     assert kept(scenario, "spot/0") is not preemptible  # the control: it is the last one
 
 
+def test_one_more_version_is_retained_beside_the_newest(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    for version in (1, 2, 3):
+        scenario.publish("trainer/0", version)
+    (history,) = scenario.hub.registry.histories.values()
+    assert history.retained() == {3}
+    scenario.say("trainer/0", m.Retain, newest=1, also=1)
+    assert history.retained() == {1, 3}
+    assert kept(scenario, "trainer/0")
+    scenario.unpublish("trainer/0", 2)
+    assert scenario.heard("trainer/0") == ["unpublished"]
+    scenario.say("trainer/0", m.Retain, newest=1, also=9)  # which is not there yet
+    assert history.retained() == {3}
+
+
 def test_what_is_to_be_kept_outlives_the_hub() -> None:
     scenario = Scenario(recovering=True)
     scenario.join("trainer/0", retain_newest=3, retain_domains=2, retain_across="rack")
