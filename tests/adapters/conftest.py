@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,6 +68,12 @@ def weight_transfer() -> None:
         names.check_version(version, first=names.WEIGHT_TRANSFER_FIRST, what="its weight transfer")
     except UsageError as refusal:
         pytest.skip(str(refusal))
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, prompts and compiled extensions of OpenRLHF's runs."""
+    return Path(os.environ.get("OUT") or tmp_path_factory.mktemp("openrlhf"))
 
 
 @pytest.fixture

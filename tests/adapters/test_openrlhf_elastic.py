@@ -33,12 +33,6 @@ pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(2 * RUN_T
 
 
 @pytest.fixture
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model, prompts and compiled extensions."""
-    return Path(os.environ.get("OUT") or tmp_path_factory.mktemp("openrlhf"))
-
-
-@pytest.fixture
 def ray_folder() -> Iterator[Path]:
     """Where the recipe has Ray put its files: a short path, for its sockets."""
     folder = Path(tempfile.mkdtemp(prefix="fleet"))
@@ -92,7 +86,7 @@ def test_a_fleet_that_changes_learns_as_a_fixed_one(tmp_path: Path, shared: Path
         fleet.add(1)
         wait_until(run, fleet, {"rollout-1": "ready", "rollout-2": "ready"})
         run.wait_for(lambda: of(run, "prompt", "rollout-2"))
-        os.kill(pid_of(run, "rollout-2"), signal.SIGKILL)
+        os.kill(run.pid_of("rollout-2"), signal.SIGKILL)
         run.wait_for(lambda: of(run, "replica_lost", "rollout-2"))
         (back,) = run.wait_for(lambda: of(run, "replica_back", "rollout-2"))
         assert back["version"] > 0
@@ -130,14 +124,6 @@ def of(run: Run, name: str, replica: str) -> list[dict[str, Any]]:
 
 def first_version(run: Run, replica: str) -> int:
     return min(event["versions"][0] for event in of(run, "request", replica))
-
-
-def pid_of(run: Run, replica: str) -> int:
-    """The actor's process, which is the one that reports requests: its event log is named after it."""
-    for path in (run.folder / "events").glob("*.jsonl"):
-        if f'"event": "request", "worker": "{replica}/0"' in path.read_text():
-            return int(path.stem.rpartition("-")[2])
-    raise AssertionError(f"{replica} has answered nothing")
 
 
 def check(run: Run) -> None:

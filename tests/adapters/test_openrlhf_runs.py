@@ -25,12 +25,6 @@ KL_MAX = 1e-2  # token log-probabilities of vLLM and of the trainer, both in bfl
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(RUN_TIMEOUT_S + 60)]
 
 
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model, prompts and compiled extensions, for all runs."""
-    return Path(os.environ.get("OUT") or tmp_path_factory.mktemp("openrlhf"))
-
-
 def check_versions(run: Run, *, engines: int, trainers: int = 1, steps: int = STEPS) -> None:
     """Every version was published by every rank, and what the engines then held is what was published."""
     published = defaultdict(set)
@@ -102,7 +96,7 @@ def test_partial_rollout_goes_on_when_an_engine_is_killed_in_the_middle(tmp_path
     arguments = ["--data.max_samples", str(8 * 2 * STEPS), "--data.max_len", "256", "--rollout.max_new_tokens", "192"]
     with Run(tmp_path, shared, "openrlhf_grpo", "partial", "tensorhub", *arguments) as run:
         name = run.wait_for(lambda: half_answered(run))
-        os.kill(run.wait_for(lambda: pid_of(run, name)), signal.SIGKILL)
+        os.kill(run.wait_for(lambda: run.pid_of(name)), signal.SIGKILL)
         run.end()
     assert run.events("replica_lost") and run.events("request_retried"), "the kill did not hit in the middle"
     check_steps(run, steps=2 * STEPS)
@@ -115,7 +109,7 @@ def test_an_engine_whose_vllm_was_killed_comes_back_with_the_newest_version(tmp_
     """Then the other one is killed, and the training goes on with the one that came back."""
     arguments = ["--data.max_samples", "4000", "--data.max_len", "256", "--rollout.max_new_tokens", "192"]
     with Run(tmp_path, shared, "openrlhf_grpo", "partial", "tensorhub", *arguments) as run:
-        core, other = (run.wait_for(lambda name=name: pid_of(run, name)) for name in ("rollout-1", "rollout-0"))
+        core, other = (run.wait_for(lambda name=name: run.pid_of(name)) for name in ("rollout-1", "rollout-0"))
         os.kill(child_of(core), signal.SIGKILL)
         run.wait_for(lambda: [e for e in run.events("replica_lost") if e["worker"] == "rollout-1/0"])
         newest = max([event["version"] for event in run.events("publish")], default=0)
@@ -154,14 +148,6 @@ def half_answered(run: Run) -> str | None:
         ]
         if 0 < len(ended) < taken["in_flight"]:
             return str(taken["worker"].partition("/")[0])
-    return None
-
-
-def pid_of(run: Run, replica: str) -> int | None:
-    """The actor's process: its event log is named after it."""
-    for path in (run.folder / "events").glob("*.jsonl"):
-        if f'"event": "request", "worker": "{replica}/0"' in path.read_text():
-            return int(path.stem.rpartition("-")[2])
     return None
 
 

@@ -5,7 +5,6 @@ By the command line, as its owner would: the job is not told of it before, and t
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -30,12 +29,6 @@ PROMPT = [10, 11, 12]
 JOB = ["--data.max_len", "256", "--rollout.max_new_tokens", "192", "--data.max_samples", "40000"]
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(2 * RUN_TIMEOUT_S)]
-
-
-@pytest.fixture
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model, prompts and compiled extensions."""
-    return Path(os.environ.get("OUT") or tmp_path_factory.mktemp("openrlhf"))
 
 
 @pytest.fixture

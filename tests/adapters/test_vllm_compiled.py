@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import tarfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from client_stage import until
 
 from tensorhub_plugins.core import Keys, UsageError, VersionRefused, new_secret
 from tensorhub_plugins.core.cli import fetch_status
@@ -72,13 +72,6 @@ def offered(server: Server, kind: str = "kind") -> int:
         if model["model"] == f"actor.compiled-{kind}":
             return max((version["version"] for version in model["versions"]), default=0)
     return 0
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 NAMES = ("compile/torch_aot_compile/ab/rank_0_0/model", "compile/ab/inductor_cache/x.so", "triton/k/kernel.cubin")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from recorded_engine import RecordedEngine
+from vllm_engines import wait_until
 
 from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, VersionRefused
 from tensorhub_plugins.core.cli import fetch_status, status_text
@@ -160,13 +160,6 @@ def publish(hub: Server, *versions: int) -> None:
         for version in versions:
             trainer.publish(version, {"weight": torch.full((4, 1000), float(version))})
         wait_until(lambda: len(trainer.versions()[-1].layouts) == 2, "somebody has converted it")
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
 
 
 def switches(version: int) -> list[Any]:

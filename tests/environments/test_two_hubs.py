@@ -6,12 +6,11 @@ import contextlib
 import logging
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
+from client_stage import until
 
 from tensorhub_plugins.core import Client, Server, UsageError, start_server
 from tensorhub_plugins.core.hub.limits import HubLimits
@@ -72,13 +71,6 @@ def hubs() -> Iterator[tuple[Server, Server, Balancer]]:
 
 def client(address: str, replica: str) -> Client:
     return Client(address, run="r", model="m", replica=replica, transports=("tcp",))
-
-
-def until(true: Callable[[], Any]) -> None:
-    end = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def workers_of(hub: Server) -> list[str]:

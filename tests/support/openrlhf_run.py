@@ -69,6 +69,13 @@ class Run:
         folder = self.folder / "events"
         return [event for event in read_events(folder) if event["event"] == name] if folder.exists() else []
 
+    def pid_of(self, replica: str) -> int | None:
+        """Return the process of the actor that has reported requests: its event log is named after it. None: none."""
+        for path in (self.folder / "events").glob("*.jsonl"):
+            if f'"event": "request", "worker": "{replica}/0"' in path.read_text():
+                return int(path.stem.rpartition("-")[2])
+        return None
+
     def wait_for(self, condition: Any) -> Any:
         """Return the first truthy result of `condition`."""
         deadline = time.monotonic() + RUN_TIMEOUT_S

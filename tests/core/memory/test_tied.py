@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from client_processes import hold_back, let_go
+from client_stage import until
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Location, Part, ShardKey, Slab, UsageError, start_server
 from tensorhub_plugins.core.client.destinations import Destinations
@@ -82,15 +83,6 @@ def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 
 def holders(client: Client) -> tuple[str, ...]:
     return client.versions()[0].layouts.get(CHECKPOINT, ())
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Poll for what another thread does; the value."""
-    deadline = time.monotonic() + SOON_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-    return value
 
 
 def in_one_memory(self: LiveTensors, names: Any = None) -> Slab:
