@@ -102,6 +102,18 @@ def test_what_an_engine_had_to_add_comes_with_what_it_was_given(server: Server, 
     assert Engine(server, tmp_path, "third").starts(*NAMES, "triton/more").compiles == 0
 
 
+def test_a_version_that_could_not_be_written_here_is_not_replaced(server: Server, tmp_path: Path) -> None:
+    Engine(server, tmp_path, "first").starts(*NAMES)
+    until(lambda: offered(server) == 1)
+    full = Engine(server, tmp_path, "full")
+    full.folders["triton"].parent.mkdir()
+    full.folders["triton"].write_text("a file in a folder's place")
+    full.starts("compile/more", "compile/and more")
+    until(lambda: all(thread.name != "tensorhub-compiled" for thread in threading.enumerate()))
+    assert offered(server) == 1
+    assert Engine(server, tmp_path, "third").starts(*NAMES).compiles == 0
+
+
 def test_what_each_start_writes_is_no_new_version(server: Server, tmp_path: Path) -> None:
     many = [f"compile/{number}" for number in range(20)]
     Engine(server, tmp_path, "first").starts(*many)
@@ -190,6 +202,7 @@ def archive(*members: tuple[str, bytes, bytes]) -> bytes:
         archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile/link", tarfile.SYMTYPE, b"")),
         archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile/pipe", tarfile.FIFOTYPE, b"")),
         archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile", tarfile.REGTYPE, b"x")),
+        archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile/holes", tarfile.GNUTYPE_SPARSE, b"")),
         b"no archive at all",
         archive(("compile/good", tarfile.REGTYPE, b"x" * 5000))[:1000],
     ],
@@ -201,6 +214,13 @@ def test_an_archive_that_is_not_ours_writes_nothing(bad: bytes, tmp_path: Path) 
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     good = archive(("compile/good", tarfile.REGTYPE, b"x"))  # the control
     assert compiled.unpack(good, folders) == ({"compile/good"}, 1)
+
+
+@pytest.mark.slow
+def test_a_user_without_a_home_has_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 987654)  # as in a container with --user
+    assert set(compiled.folders()) >= {"compile", "triton"}
 
 
 def test_a_cache_that_is_too_large_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ without compilation (enforce_eager), nor on the further hosts of an engine that 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -135,14 +134,15 @@ class Compiled:
         finally:
             fetched.release()
         self._version = newest
-        with _alone(self._folders["compile"]):
-            self._brought, new = unpack(content, self._folders)
+        self._brought, new = unpack(content, self._folders)
         size = gigabytes(len(content))
         logger.info("compiled by others: %d files, %s; %d of them were not here", len(self._brought), size, new)
 
     def _offer(self, joining: WorkerConfig) -> None:
         with self._said("are not offered"):
             made = files_in(self._folders) - self._before
+            if self._version and not self._brought:  # what is missing here would be missing in a version of ours
+                return
             if len(made) <= len(self._brought) * SHARE_WORTH_IT:  # some compilers write a file at every start
                 return
             content = pack(sorted(made | self._brought), self._folders)
@@ -180,7 +180,7 @@ def folders() -> dict[str, Path]:
     """Return the folders in which vLLM, and what it uses, keep what they compile on this host."""
     from vllm import envs
 
-    home, root = Path.home(), Path(envs.VLLM_CACHE_ROOT)
+    home, root = Path(os.path.expanduser("~")), Path(envs.VLLM_CACHE_ROOT)
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", home))
     return {
         "compile": root / "torch_compile_cache",
@@ -232,7 +232,13 @@ def unpack(content: bytes, folders: Folders) -> tuple[set[str], int]:
             members = archive.getmembers()
             for member in members:
                 part, _, rest = member.name.partition("/")
-                if part not in folders or not member.isreg() or not rest or ".." in PurePosixPath(rest).parts:
+                if (
+                    part not in folders
+                    or not member.isreg()
+                    or member.issparse()
+                    or not rest
+                    or ".." in PurePosixPath(rest).parts
+                ):
                     raise VersionRefused(f"{member.name!r:.200} is no file of a cache of compiled code")
             made: dict[str, Path] = {}
             for member in members:
@@ -252,15 +258,6 @@ def unpack(content: bytes, folders: Folders) -> tuple[set[str], int]:
     except tarfile.TarError as error:
         raise VersionRefused(f"it is no archive of compiled code: {error}") from error
     return names, written
-
-
-@contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Keep the other engines of this host out."""
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / f"{OURS}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # --- kinds ---
