@@ -127,7 +127,7 @@ def _of_fsdp(engine: Any, gather: Gather) -> tuple[Any, Any]:
 def _of_megatron(engine: Any, gather: Gather) -> tuple[Any, Any]:
     from verl.utils.megatron_utils import load_megatron_model_to_gpu
 
-    if engine.peft_cls is not None or getattr(engine, "_qat_enabled", False):
+    if engine.peft_cls is not None or engine._qat_enabled:
         return gather(engine)
     load_megatron_model_to_gpu(engine.module, load_grad=False)
     return gather(engine) if megatron.why_gathered(engine) else (Weights(engine, gather, megatron.held_by_rank), None)

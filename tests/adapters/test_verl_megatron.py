@@ -59,6 +59,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**DENSE, **EXPERTS, "num_key_value_heads": 4, "head_dim": 16},
     "mixtral": {**DENSE, **EXPERTS, "num_key_value_heads": 4, "head_dim": 4},
     "qwen2_moe": {**DENSE, **EXPERTS, "num_key_value_heads": 4, "shared_expert_intermediate_size": 40},
+    "glm4_moe": {
+        **DENSE,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 0,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },  # with a bias of the router in float32, which is no parameter
 }
 CASES = [
     Case("llama"),
@@ -84,7 +96,13 @@ CASES = [
     Case("mixtral", 4, tp=4, ep=2, etp=2),
     Case("mixtral", 2, ep=2, extra="fp32"),
     Case("qwen2_moe", 4, tp=2, pp=2, ep=2),
+    Case("glm4_moe", 4, tp=2, ep=2),
 ]
+# Megatron-Bridge 0.3.1 has none of the first two models, was not tried with the third, and loads no vocabulary that the
+# ranks do not divide.
+MBRIDGE_ALONE = {
+    case for case in CASES if case.family in ("mixtral", "qwen2_moe", "glm4_moe") or case.extra == "padded"
+}
 BROKEN = [Case("qwen3", 2, tp=2, extra="broken")]  # the control: heads that are taken for others
 GATHERED = [Case("qwen3", 2, pp=2, extra="scaled")]  # one rank's bridge computes something
 
@@ -468,7 +486,7 @@ def all_cases(vanilla: bool, names: list[str]) -> None:
     import_module("mbridge" if vanilla else "megatron.bridge")
     with tempfile.TemporaryDirectory() as root:
         for case in [*CASES, *BROKEN, *GATHERED]:
-            if names and case.name not in names:
+            if (names and case.name not in names) or (case in MBRIDGE_ALONE and not vanilla):
                 continue
             with tempfile.TemporaryDirectory(dir=root) as given:
                 folder, path, pids = Path(given), checkpoint_of(case, Path(root)), []
@@ -498,7 +516,9 @@ def seen(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     command = [sys.executable, __file__, request.param]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment())
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert done.returncode == 0 and len(lines) == len([*CASES, *BROKEN, *GATHERED]), done.stderr[-4000:]
+    assert done.returncode == 0 and len(lines) >= len([*CASES, *BROKEN, *GATHERED]) - len(MBRIDGE_ALONE), done.stderr[
+        -4000:
+    ]
     return {line["name"]: line for line in lines}
 
 
@@ -517,6 +537,9 @@ def environment() -> dict[str, str]:
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_parts_of_all_ranks_are_what_verl_exports(seen: dict[str, dict[str, Any]], case: Case) -> None:
+    if case.name not in seen:
+        assert case in MBRIDGE_ALONE
+        pytest.skip("with mbridge alone")
     found = seen[case.name]
     assert (found["codes"], found["problem"], found["differ"]) == ([0] * case.ranks, "", [])
     assert found["collectives"] == [] and found["tensors"] > 30
