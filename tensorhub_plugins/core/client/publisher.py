@@ -417,7 +417,7 @@ class Publisher(OfThisProcess):
         """Return the whole tensors, what this rank has of them, and how that is published."""
         whole = TensorTable.of(self._cast_spec(one.whole) for one in until(deadline, held) if not one.is_further)
         dtypes = {spec.name: dtype_of(spec) for spec in whole}
-        here = {one.name: (one.tensor, one.part) for one in held if one.tensor is not None}
+        here = {one.name: (one.tensor, one.part) for one in until(deadline, held) if one.tensor is not None}
         specs = (
             contiguous_spec(name, dtypes[part.tensor if part and part.tensor else name], tensor.shape)
             for name, (tensor, part) in until(deadline, here.items())
@@ -551,8 +551,8 @@ def _checked(held: Iterable[Held], deadline: float = NEVER) -> list[Held]:
     for each in given:
         if not isinstance(each, Held):
             raise UsageError(f"held: {each!r:.80} is none: give {HELD}")
-    first = {each.whole.name for each in given if not each.is_further}
-    for each in given:
+    first = {each.whole.name for each in until(deadline, given) if not each.is_further}
+    for each in until(deadline, given):
         if each.is_further and (each.part is None or each.part.tensor not in first):
             raise UsageError(f"held: {each.name} is a further part of a tensor of which there is no first one")
     return given
