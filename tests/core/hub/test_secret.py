@@ -113,6 +113,23 @@ def test_whose_handshakes_were_refused_is_in_the_status() -> None:
             pytest.fail("no handshake of 100 was noticed")
 
 
+def test_a_report_has_the_refusals_whose_events_have_come() -> None:
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.curve_server, (_, router.curve_secretkey) = True, zmq.curve_keypair()
+    strangers = curve.Strangers(context, router, time.monotonic)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.settimeout(SECONDS)
+        connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01NULL".ljust(55, b"\0"))  # a ZMTP greeting
+        while connection.recv(4096):
+            pass  # until it has been refused: events of that have come before
+    assert [each["count"] for each in strangers.report()] == [1]
+    for each in (strangers.socket, router):
+        each.close()
+    context.term()
+
+
 def test_hosts_of_refused_handshakes_are_bounded() -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
