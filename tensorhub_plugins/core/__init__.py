@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.client.client import Client
     from tensorhub_plugins.core.client.fsdp1 import fsdp1_parts, fsdp1_problem, is_fsdp1
     from tensorhub_plugins.core.client.fsdp2 import fsdp2_parts, fsdp2_problem
-    from tensorhub_plugins.core.client.parts import AllHeld, Held, Turns, held_run, held_split
+    from tensorhub_plugins.core.client.parts import AllHeld, Held, Turns, held_run, held_split, of_all_ranks
     from tensorhub_plugins.core.client.publisher import Publisher
     from tensorhub_plugins.core.client.recovery import Recovery
     from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
@@ -94,7 +94,7 @@ _WITH_TORCH = {
     "gate": "capturing",
     "Publisher": "client.publisher",
     "Recovery": "client.recovery",
-    **dict.fromkeys(("AllHeld", "Held", "Turns", "held_run", "held_split"), "client.parts"),
+    **dict.fromkeys(("AllHeld", "Held", "Turns", "held_run", "held_split", "of_all_ranks"), "client.parts"),
     **dict.fromkeys(("fsdp1_parts", "fsdp1_problem", "is_fsdp1"), "client.fsdp1"),
     **dict.fromkeys(("fsdp2_parts", "fsdp2_problem"), "client.fsdp2"),
     **dict.fromkeys(("contiguous_spec", "flat_bytes", "in_memory_order"), "memory.tensors"),
@@ -164,6 +164,7 @@ __all__ = [
     "is_fsdp1",
     "keys_from_environment",
     "new_secret",
+    "of_all_ranks",
     "on_host",
     "parse_version",
     "ports_of",

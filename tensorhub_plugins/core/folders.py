@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from tensorhub_plugins.core.client.client import Client
+from tensorhub_plugins.core.client.parts import of_all_ranks
 from tensorhub_plugins.core.client.reports import Fetched
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import NotPublished, UsageError, VersionRefused
@@ -58,8 +59,9 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None
         return
     _check(args)
     is_whole = _base(folder) is None
-    rank, everything = _of_all_ranks({"run": uuid.uuid4().hex, "files": _files(folder)})
+    everything = of_all_ranks({"run": uuid.uuid4().hex, "files": _files(folder)})
     ranks = len(everything)
+    rank = torch.distributed.get_rank() if ranks > 1 else 0
     client = _client("trainer", "trainer", rank, ranks)
     if not _run:
         run = str(everything[0]["run"])
@@ -239,15 +241,6 @@ def _check(args: Any) -> None:
 
 def _reader() -> Client:
     return _client("rollout", f"{socket.gethostname()}-{os.getpid()}", 0, 1)
-
-
-def _of_all_ranks(mine: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
-    """Return this rank's number, and what all of them gave."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return 0, [mine]
-    everything: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everything, mine)
-    return torch.distributed.get_rank(), everything
 
 
 def _mine(everything: Sequence[dict[str, Any]], rank: int) -> list[str]:

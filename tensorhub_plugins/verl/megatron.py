@@ -31,7 +31,17 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import torch
 
-from tensorhub_plugins.core import Held, Part, TensorSpec, TensorTable, Turns, UsageError, check_cover, contiguous_spec
+from tensorhub_plugins.core import (
+    Held,
+    Part,
+    TensorSpec,
+    TensorTable,
+    Turns,
+    UsageError,
+    check_cover,
+    contiguous_spec,
+    of_all_ranks,
+)
 
 log = logging.getLogger(__name__)
 
@@ -296,9 +306,7 @@ def _agreed(engine: Any) -> Shares:
         found = _found(engine)
     except Exception as error:  # on some ranks only, perhaps: the others wait for what it has to say
         found = Found(f"{type(engine.bridge).__name__}: {error}")
-    all_found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(all_found, found._replace(mine={}))
-    return shares_of(all_found, found)
+    return shares_of(of_all_ranks(found._replace(mine={})), found)
 
 
 def _found(engine: Any) -> Found:

@@ -46,6 +46,7 @@ from tensorhub_plugins.core import (
 from tensorhub_plugins.verl import megatron
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.lora import adapter_parts
+from tensorhub_plugins.vllm.plugin import wrap
 
 Gather: TypeAlias = Callable[[Any], tuple[Any, Any]]  # verl's own: of an engine
 Piece: TypeAlias = tuple[str, int, tuple[int, ...]]  # name, first element, shape: of a tensor that lies in another
@@ -94,23 +95,17 @@ def watch() -> None:
     """Have verl's FSDP and Megatron engines return `Weights` from now on. Calling it twice is fine."""
     from verl.workers.engine import fsdp
 
-    _wrap(fsdp.FSDPEngine, _of_fsdp)
+    wrap(fsdp.FSDPEngine, "get_per_tensor_param", functools.partial(_exported, _of_fsdp))
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
         from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
-        _wrap(MegatronEngine, _of_megatron)
+        wrap(MegatronEngine, "get_per_tensor_param", functools.partial(_exported, _of_megatron))
 
 
-def _wrap(engine: Any, give: Callable[[Any, Gather], tuple[Any, Any]]) -> None:
-    original = engine.get_per_tensor_param
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs) if args or kwargs else give(self, original)
-
-    engine.get_per_tensor_param = get_per_tensor_param
+def _exported(
+    give: Callable[[Any, Gather], tuple[Any, Any]], original: Gather, engine: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, Any]:
+    return original(engine, *args, **kwargs) if args or kwargs else give(engine, original)
 
 
 def _of_fsdp(engine: Any, gather: Gather) -> tuple[Any, Any]:

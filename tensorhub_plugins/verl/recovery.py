@@ -7,15 +7,13 @@ verl is told to load all but the model: optimizer, scheduler and random numbers.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
-
-from tensorhub_plugins.core import AllHeld, Publisher, Recovery
+from tensorhub_plugins.core import AllHeld, Publisher, Recovery, of_all_ranks
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import parts
 from tensorhub_plugins.verl.config import Options
+from tensorhub_plugins.vllm.plugin import wrap
 
 log = get_logger(__name__)
 
@@ -25,29 +23,26 @@ def watch(publisher: Publisher, options: Options) -> None:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     FSDPEngine.tensorhub = publisher, options
-    if hasattr(FSDPEngine.load_checkpoint, "__wrapped__"):
-        return
-    load, save = FSDPEngine.load_checkpoint, FSDPEngine.save_checkpoint
+    wrap(FSDPEngine, "load_checkpoint", _load)
+    wrap(FSDPEngine, "save_checkpoint", _save)
 
-    @functools.wraps(load)
-    def load_checkpoint(self: Any, local_path: str, *args: Any, **kwargs: Any) -> None:
-        manager = self.checkpoint_manager
-        recovery, contents = _recovery(self), manager.checkpoint_load_contents
-        if local_path is not None and recovery is not None and recovery.resume(local_path, self.tensorhub[1].timeout_s):
-            manager.checkpoint_load_contents = [each for each in contents if each != "model"]
-        try:
-            load(self, local_path, *args, **kwargs)
-        finally:
-            manager.checkpoint_load_contents = contents
 
-    @functools.wraps(save)
-    def save_checkpoint(self: Any, local_path: str, *args: Any, **kwargs: Any) -> None:
-        save(self, local_path, *args, **kwargs)
-        recovery = _recovery(self)
-        if local_path is not None and recovery is not None:
-            recovery.note(local_path)
+def _load(original: Any, engine: Any, local_path: str, *args: Any, **kwargs: Any) -> None:
+    manager, recovery = engine.checkpoint_manager, _recovery(engine)
+    contents = manager.checkpoint_load_contents
+    if local_path is not None and recovery is not None and recovery.resume(local_path, engine.tensorhub[1].timeout_s):
+        manager.checkpoint_load_contents = [each for each in contents if each != "model"]
+    try:
+        original(engine, local_path, *args, **kwargs)
+    finally:
+        manager.checkpoint_load_contents = contents
 
-    FSDPEngine.load_checkpoint, FSDPEngine.save_checkpoint = load_checkpoint, save_checkpoint
+
+def _save(original: Any, engine: Any, local_path: str, *args: Any, **kwargs: Any) -> None:
+    original(engine, local_path, *args, **kwargs)
+    recovery = _recovery(engine)
+    if local_path is not None and recovery is not None:
+        recovery.note(local_path)
 
 
 def _recovery(engine: Any) -> Recovery | None:
@@ -66,11 +61,5 @@ def _recovery(engine: Any) -> Recovery | None:
         weights=lambda: parts.held_by_rank(engine),
         held=lambda: parts.held_by_rank(engine, AllHeld),
         by_parts=True,
-        gather=_gather,
+        gather=of_all_ranks,
     )
-
-
-def _gather(word: Any) -> list[Any]:
-    words: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(words, word)
-    return words

@@ -96,7 +96,7 @@ def _add_to_engine_core(core: Any) -> None:
             own(engine_core, Caches(engine_core))
         return result
 
-    _wrap(core.EngineCore, "_initialize_kv_caches", initialize_kv_caches)
+    wrap(core.EngineCore, "_initialize_kv_caches", initialize_kv_caches)
 
 
 def _add_health_check(async_llm: Any) -> None:
@@ -109,7 +109,7 @@ def _add_health_check(async_llm: Any) -> None:
 
             await check_weights(engine)
 
-    _wrap(async_llm.AsyncLLM, "check_health", check_health)
+    wrap(async_llm.AsyncLLM, "check_health", check_health)
 
 
 def _add_time_to_leave(utils: Any) -> None:
@@ -124,8 +124,8 @@ def _add_time_to_leave(utils: Any) -> None:
     def end(original: Any, self: Any, timeout: float | None = None) -> None:
         original(self, (timeout or 0.0) + LEAVING_S if getattr(self, NAME) else timeout)
 
-    _wrap(utils.CoreEngineProcManager, "__init__", begin)
-    _wrap(utils.CoreEngineProcManager, "shutdown", end)
+    wrap(utils.CoreEngineProcManager, "__init__", begin)
+    wrap(utils.CoreEngineProcManager, "shutdown", end)
 
 
 def _add_ends_of_client(core_client: Any) -> None:
@@ -135,7 +135,7 @@ def _add_ends_of_client(core_client: Any) -> None:
         with _ends_at_signals(vllm_config, interactive=not asyncio_mode):
             original(self, asyncio_mode, vllm_config, *args, **kwargs)
 
-    _wrap(core_client.MPClient, "__init__", begin)
+    wrap(core_client.MPClient, "__init__", begin)
 
 
 def _add_ends_of_core(abstract: Any) -> None:
@@ -145,7 +145,7 @@ def _add_ends_of_core(abstract: Any) -> None:
         with _ends_at_signals(vllm_config, interactive=True):
             original(self, vllm_config, *args, **kwargs)
 
-    _wrap(abstract.Executor, "__init__", begin)
+    wrap(abstract.Executor, "__init__", begin)
 
 
 def _ends_at_signals(vllm_config: Any, *, interactive: bool) -> Any:
@@ -165,7 +165,7 @@ def _add_routes(serve: Any) -> None:
 
         attach(app)
 
-    _wrap(serve, "register_vllm_serve_api_routers", register)
+    wrap(serve, "register_vllm_serve_api_routers", register)
 
 
 def _add_adapters(serving: Any) -> None:
@@ -178,7 +178,7 @@ def _add_adapters(serving: Any) -> None:
 
             offer(models, engine_client.vllm_config)
 
-    _wrap(serving.OpenAIServingModels, "__init__", begin)
+    wrap(serving.OpenAIServingModels, "__init__", begin)
 
 
 def _add_pooling(serving: Any) -> None:
@@ -237,7 +237,7 @@ def _add_draining(multiproc_executor: Any) -> None:
     setattr(executor.collective_rpc, NAME, True)
 
 
-def _wrap(owner: Any, name: str, new: Callable[..., Any]) -> None:
+def wrap(owner: Any, name: str, new: Callable[..., Any]) -> None:
     """Have `new` called in the place of that function of a class or module, with the original first; once."""
     original = getattr(owner, name)
     if hasattr(original, NAME):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -97,6 +97,15 @@ class AllHeld(Turns):
     def is_mine(self, mine: int, count: int, size_bytes: int) -> bool:
         """Return that it is."""
         return True
+
+
+def of_all_ranks(given: Any) -> list[Any]:
+    """Return what every trainer rank gives, in the order of ranks, on all of them; alone without torch.distributed."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return [given]
+    everything: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everything, given)
+    return everything
 
 
 def held_box(whole: TensorSpec, tensor: torch.Tensor, start: tuple[int, ...]) -> Held:

@@ -28,6 +28,18 @@ def label(core: Any, version: int | str) -> None:
         core.set_weight_version(str(version) if version else NO_VERSION)
 
 
+def before_shutdown(core: Any, first: Callable[[], None]) -> None:
+    """Have this called when an engine core is shut down, while there is time: its process may be killed meanwhile."""
+    original = core.shutdown
+
+    @wraps(original)
+    def shutdown(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return original(*args, **kwargs)
+
+    core.shutdown = shutdown
+
+
 class Following(TypedDict):
     """What an engine that follows tells of itself: which run it follows, and how far it is."""
 

@@ -37,7 +37,7 @@ from tensorhub_plugins.core import Client, NotPublished, TensorHubError, UsageEr
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig, parse, shares_experts
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
-from tensorhub_plugins.vllm.engine.core import Core, Following, label, status
+from tensorhub_plugins.vllm.engine.core import Core, Following, before_shutdown, label, status
 from tensorhub_plugins.vllm.engine.follower import (
     POLL_INTERVAL_S,
     RETRY_DELAY_MAX_S,
@@ -267,14 +267,7 @@ def _begin(core: Any, here: Here) -> None:
     core.tensorhub_status = here.status
     if not isinstance(here, OtherRank):
         core.tensorhub_updates = here.take_updates
-    original = core.shutdown
-
-    @wraps(original)
-    def shutdown() -> Any:
-        here.close()
-        return original()
-
-    core.shutdown = shutdown
+    before_shutdown(core, here.close)
     here.start()
 
 
