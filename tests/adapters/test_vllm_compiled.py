@@ -54,7 +54,7 @@ class Engine:
         started.append(self)
 
     def starts(self, *names: str, later: bool = False) -> Engine:
-        self.compiled.bring(None if later else self.joining)
+        self.compiled.bring(lambda: None if later else self.joining)
         for name in names:
             part, _, rest = name.partition("/")
             path = self.folders[part] / rest

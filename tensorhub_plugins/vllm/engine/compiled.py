@@ -25,9 +25,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -36,6 +36,7 @@ from tensorhub_plugins.core import Client, UsageError, VersionRefused, keys_from
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import gigabytes
 from tensorhub_plugins.vllm.config import WorkerConfig, parse
+from tensorhub_plugins.vllm.engine.core import before_shutdown
 from tensorhub_plugins.vllm.names import NAME
 
 logger = get_logger(__name__)
@@ -59,15 +60,14 @@ def shared(engine_core: Any, vllm_config: Any) -> Iterator[None]:
         yield
         return
     engine_core.tensorhub_compiled = made = Compiled(partial(kind_of, vllm_config), folders())
-    joining = store_of(vllm_config)
     try:
-        made.bring(joining)
+        joining = made.bring(lambda: store_of(vllm_config))
         yield
         made.offer(joining)
     except BaseException:
         made.close()
         raise
-    engine_core.shutdown = _with(made.close, engine_core.shutdown)
+    before_shutdown(engine_core, made.close)
 
 
 def announce(joining: Mapping[str, Any]) -> None:
@@ -97,25 +97,34 @@ class Compiled:
 
     def __init__(self, kind: Callable[[], str], folders: Folders) -> None:
         self._kind, self._folders = kind, folders
-        self._before, self._brought, self._version = set[str](), set[str](), 0
-        self._lock, self._client = threading.Lock(), cast("Client | None", None)
+        self._before: set[str] | None = None  # files that were there; None: nothing is to be offered
+        self._brought, self._version = set[str](), 0
+        self._lock = threading.Lock()
+        self._client: Client | None = None
         self._closed = self._has_offered = False
 
-    def bring(self, joining: WorkerConfig | None) -> None:
-        """Write the files that engines of this kind have published, where they are missing; remember what there is."""
-        takes, gives = (False, True) if joining is None else may(joining)
+    def bring(self, store: Callable[[], WorkerConfig | None]) -> WorkerConfig | None:
+        """Write the files that engines of this kind have published, where they are missing; remember what there is.
+        Return what `store` does, or None: it is not known yet."""
+        joining = None
         with self._said("are not taken from the store"):
-            if joining is not None and takes:
-                self._bring(self._joined(joining))
-        with self._said("cannot be found"):
-            self._before = files_in(self._folders) if gives else set()
+            joining = store()
+            takes, gives = (False, True) if joining is None else may(joining)
+            try:
+                if joining is not None and takes:
+                    self._bring(self._joined(joining))
+            finally:
+                self._before = files_in(self._folders) if gives else None
+        return joining
 
     def offer(self, joining: WorkerConfig | None) -> None:
         """Publish what has been compiled since, with what was brought; in the background, and once."""
-        if joining is None or self._has_offered or not may(joining)[1]:
+        if joining is None or self._before is None or self._has_offered:
             return
-        self._has_offered = True
-        threading.Thread(target=self._offer, args=(joining,), name="tensorhub-compiled", daemon=True).start()
+        with self._said("are not offered"):
+            if may(joining)[1]:
+                self._has_offered = True
+                threading.Thread(target=self._offer, args=(joining,), name="tensorhub-compiled", daemon=True).start()
 
     def close(self) -> None:
         """Leave the store."""
@@ -140,7 +149,7 @@ class Compiled:
 
     def _offer(self, joining: WorkerConfig) -> None:
         with self._said("are not offered"):
-            made = files_in(self._folders) - self._before
+            made = files_in(self._folders) - (self._before or set())
             if self._version and not self._brought:  # what is missing here would be missing in a version of ours
                 return
             if len(made) <= len(self._brought) * SHARE_WORTH_IT:  # some compilers write a file at every start
@@ -202,8 +211,8 @@ def files_in(folders: Folders) -> set[str]:
     }
 
 
-def pack(names: Iterable[str], folders: Folders) -> bytearray:
-    """Return an archive of these files; without those that are gone. Raise UsageError above SIZE_BYTES_MAX."""
+def pack(names: Iterable[str], folders: Folders) -> memoryview:
+    """Return an archive of these files, writable; those that are gone are left out. Raise UsageError for too many."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name in names:
@@ -217,7 +226,7 @@ def pack(names: Iterable[str], folders: Folders) -> bytearray:
                     raise UsageError(f"they take more than {gigabytes(SIZE_BYTES_MAX)}")
                 member.size, member.uid, member.gid, member.uname, member.gname = len(content), 0, 0, "", ""
                 archive.addfile(member, io.BytesIO(content))
-    return bytearray(buffer.getbuffer())
+    return buffer.getbuffer()
 
 
 def unpack(content: bytes, folders: Folders) -> tuple[set[str], int]:
@@ -288,14 +297,3 @@ def _cpu_features() -> str:
             if line.startswith(("flags", "Features")):
                 return line.partition(":")[2].strip()
     return platform.processor()
-
-
-def _with(first: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does both; the first one while there is time: its process may be killed in the second."""
-
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return original(*args, **kwargs)
-
-    return call
