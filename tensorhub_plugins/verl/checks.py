@@ -129,6 +129,7 @@ def check(root: Any) -> tuple[Options, Outlook]:
     outlook.tell(check_recovery, root, options)
     outlook.ask(check_path, _get(root, "actor_rollout_ref", "model"))
     outlook.tell(check_adapter, root, options)
+    outlook.ask(check_gather, _get(root, "actor_rollout_ref", "actor"))
     outlook.ask(check_drafts, rollout)
     if _get(rollout, "name") == ROLLOUT:
         outlook.ask(check_parallel, rollout)
@@ -377,6 +378,18 @@ def check_adapter(root: Any, options: Options) -> str:
     else:
         return adapter_summary(options.model, "actor_rollout_ref.model.path")
     raise UsageError(f"{why}: {mend}, or {MERGE}")
+
+
+def check_gather(actor: Any) -> None:
+    """Refuse a gather of Megatron's that is left to the next forward pass: until then a rank has what the optimizer's
+    step made of its own share, and of all others what was before. verl exports and saves that, too."""
+    engine, option = _get(actor, "megatron"), "override_ddp_config.overlap_param_gather"
+    is_left = _get(engine, *option.split(".")) and _get(engine, "use_distributed_optimizer") is not False
+    if _get(actor, "strategy") == "megatron" and is_left and not _get(engine, "use_megatron_fsdp"):
+        raise UsageError(
+            f"actor_rollout_ref.actor.megatron.{option} leaves gathering what the optimizer has changed to the next "
+            "forward pass, and the weights are read before it, with old ones among them: leave it out"
+        )
 
 
 def parts_summary(root: Any, options: Options) -> str:

@@ -295,6 +295,24 @@ def test_adapters_that_are_merged_are_fine():
     assert not refusals([*SEPARATE, *PULL, LORA, MERGED]) and not refusals([*SEPARATE, *STORE, LORA, MERGED])
 
 
+@pytest.mark.parametrize(
+    ("beside", "is_refused"),
+    [
+        ([], True),
+        (["use_distributed_optimizer=false"], False),
+        (["use_megatron_fsdp=true"], False),
+        (["override_ddp_config.overlap_param_gather=false"], False),
+    ],
+)
+def test_a_gather_that_is_left_to_the_next_forward_pass_is_refused(beside, is_refused):
+    """megatron-core: DistributedOptimizer.step_with_ready_grads gathers only without overlap_param_gather."""
+    engine = "actor_rollout_ref.actor.megatron"
+    given = [f"{engine}.{option}" for option in ("override_ddp_config.overlap_param_gather=true", *beside)]
+    wrong = refusals([*SEPARATE, *PULL, "actor_rollout_ref.actor.strategy=megatron", *given])
+    assert bool(wrong) is is_refused and all("overlap_param_gather leaves gathering" in each for each in wrong)
+    assert not refusals([*SEPARATE, *PULL, *given])  # of another engine
+
+
 def test_a_run_without_the_store_is_none_of_ours():
     root = composed([])
     assert not checks.concerns_store(root)
