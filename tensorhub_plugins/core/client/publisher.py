@@ -218,8 +218,10 @@ class Publisher(OfThisProcess):
         """Return the root, in hex, that this rank's share of these weights would be published with; offer nothing.
 
         weights: as for `publish_parts` if by_parts, else as for `publish`. It takes the memory of one more version
-        for a moment, and as long as copying and digesting it. Errors as of theirs."""
-        self.settle()
+        for a moment, and as long as copying and digesting it. Errors as of theirs, but those of the version that is in
+        the background, which it waits for: the next publish raises them."""
+        if self._coming is not None:
+            calls.wait_for(self._coming)
         deadline = Deadline.after(self.timeout_s)
         taken = self._snapshot_parts(0, weights, deadline) if by_parts else self._snapshot(0, weights)
         try:
@@ -227,6 +229,7 @@ class Publisher(OfThisProcess):
             taken.slab.know_digests(taken.downloads.digests(taken.slab.segment_size_bytes))
             return _root(taken.slab, taken.parts, self.client.digest).hex()
         finally:
+            calls.run(taken.downloads.finish)
             taken.slab.close()
 
     def retain_version_of(self, root: str) -> None:
@@ -552,7 +555,11 @@ def _checked(held: Iterable[Held], deadline: float = NEVER) -> list[Held]:
         if not isinstance(each, Held):
             raise UsageError(f"held: {each!r:.80} is none: give {HELD}")
     first = {each.whole.name for each in until(deadline, given) if not each.is_further}
+    names = set[str]()
     for each in until(deadline, given):
+        if each.name in names:
+            raise UsageError(f"held: {each.name} is there twice")
+        names.add(each.name)
         if each.is_further and (each.part is None or each.part.tensor not in first):
             raise UsageError(f"held: {each.name} is a further part of a tensor of which there is no first one")
     return given

@@ -77,7 +77,6 @@ class Recovery:
     ) -> None:
         self._publisher, self._is_off, self._takes_newest = publisher, mode == "off", mode == "latest"
         self._weights, self._held, self._by_parts, self._gather = weights, held, by_parts, gather
-        self.has_written = False  # `resume` has changed parameters
 
     def note(self, folder: str | os.PathLike[str]) -> None:
         """Leave this rank's note in the folder of a checkpoint that was just written, unless the mode is "off". Never
@@ -108,7 +107,6 @@ class Recovery:
             if not common:
                 raise _NoWeights(f"no worker holds {'newer ones' if self._takes_newest else 'those of its step'}")
             held = self._together(lambda: self._read(max(common), deadline, fetched))
-            self.has_written = True
             self._together(lambda: _write(held, fetched[0]))
             self._together(lambda: self._compare(fetched[0]))
             if self._publisher.rank == 0:

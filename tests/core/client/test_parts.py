@@ -289,6 +289,11 @@ def test_a_rank_has_several_parts_of_one_tensor(address, slices):
     lost = [held for held in interleaved(whole, 0, 2) if held.is_further]
     with pytest.raises(UsageError, match="q_proj.weight@4.0 is a further part of a tensor of which there is no first"):
         trainers[0].publish_parts(3, lost)
+    first, *others = interleaved(whole, 0, 2)
+    with pytest.raises(UsageError, match="q_proj.weight is there twice"):  # one of them would be read for both
+        trainers[0].publish_parts(3, [first, first, *others])
+    for trainer in trainers:  # the control
+        trainer.publish_parts(4, interleaved(whole, trainer.rank, 2))
     for each in (*trainers, reader):
         each.close()
 

@@ -222,15 +222,28 @@ def test_what_cannot_be_exact_is_refused_by_name_and_rounded_if_the_newest_is_as
         assert "ROUNDED to bfloat16" in caplog.text
 
 
-@pytest.mark.parametrize("broken", ["none", "torn", "of another size"])
-def test_without_a_good_note_the_checkpoint_is_loaded(address: str, killed: Path, broken: str) -> None:
+@pytest.mark.parametrize("mode", ["resumed_step", "latest"])
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (lambda note: None, "it has no tensorhub_rank_1.json"),
+        (lambda note: note[:20], "Input data was truncated"),
+        (lambda note: note.replace(b":2", b":3", 1), "it is of 3 ranks, and there are 2"),
+        (lambda note: b"", "Input data was truncated"),
+        (lambda note: b'{"ranks":2,"root":7}', "Expected `str`, got `int`"),
+        (lambda note: b"\xff" * 5000, "malformed"),
+    ],
+    ids=["none", "torn", "of another size", "empty", "of other types", "no text"],
+)
+def test_without_a_good_note_the_checkpoint_is_loaded(
+    address: str, killed: Path, caplog: pytest.LogCaptureFixture, broken: Any, reason: str, mode: str
+) -> None:
     note = killed / "tensorhub_rank_1.json"
-    if broken == "none":
-        note.unlink()
-    else:
-        note.write_bytes(note.read_bytes()[:20] if broken == "torn" else note.read_bytes().replace(b":2", b":3"))
-    with life(address) as second:
+    content = broken(note.read_bytes())
+    note.unlink() if content is None else note.write_bytes(content)
+    with life(address, mode) as second:
         assert not second.resume(killed) and second.has(None)
+    assert reason in caplog.text
 
 
 def test_where_one_rank_gets_nothing_no_rank_writes(
@@ -270,3 +283,24 @@ def test_it_ends_in_time_without_a_hub(address: str, killed: Path, caplog: pytes
         for publisher in second.publishers:
             publisher.client._hub.close()
         assert not second.resume(killed, timeout_s=0.5) and second.has(None)
+
+
+def test_a_note_leaves_the_error_of_a_version_to_the_next_publish(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with life(address, in_background=True) as first:
+        with monkeypatch.context() as patch:
+            for publisher in first.publishers:
+                patch.setattr(publisher.client, "publish", lost_hub)
+            first.of(1).publish(1)
+            first.note(tmp_path)
+        assert len(list(tmp_path.iterdir())) == RANKS
+        for rank in range(RANKS):
+            with pytest.raises(SourceLost, match="the hub has gone"):
+                first.publishers[rank].publish_parts(2, first.turns(rank))
+        first.publish(2)
+        first.each(lambda rank: first.publishers[rank].settle())
+
+
+def lost_hub(*_: Any, **__: Any) -> None:
+    raise SourceLost("the hub has gone")
