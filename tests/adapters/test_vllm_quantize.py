@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from client_stage import FIRST_HUB
 from packaging.version import Version
 from vllm_layers import only_rank
 
@@ -165,7 +166,7 @@ def test_floats_become_fp8_on_the_way_in_and_peers_copy_the_result(
         made.append(given[0].numel())
         return original(*given)
 
-    with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+    with start_server(limits=FIRST_HUB) as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         engines = [Engine(name, hub, config, monkeypatch) for name in ("e0", "e1")]
         for version in (1, 2, 3):  # each converts by a reload, and then copies what the other has converted
             trainer.publish(version, checkpoint(version))
@@ -195,7 +196,7 @@ def test_the_control_a_kernel_that_keeps_a_copy_of_its_own_is_noticed(
         kernel.scale = layer.weight_scale_inv.detach().clone()
 
     monkeypatch.setattr(Kernel, "process_weights_after_loading", keeps)
-    with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+    with start_server(limits=FIRST_HUB) as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         engines = [Engine(name, hub, config, monkeypatch) for name in ("e0", "e1")]
         for version in (1, 2):
             trainer.publish(version, checkpoint(version))
@@ -215,7 +216,7 @@ def test_the_control_a_kernel_that_keeps_a_copy_of_its_own_is_noticed(
 def test_what_quantizing_takes_is_said_before_the_first_version(
     config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with start_server() as hub, caplog.at_level("INFO"):
+    with start_server(limits=FIRST_HUB) as hub, caplog.at_level("INFO"):
         engine = Engine("e0", hub, config, monkeypatch)
         quantized = engine.model.linear.weight.numel()
         assert quantize.memory_bytes(engine.model) == quantized > 0  # two bytes an element, of which one is made
@@ -225,7 +226,7 @@ def test_what_quantizing_takes_is_said_before_the_first_version(
 
 def test_floats_beside_a_scale_are_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be of the weights that these floats were made of."""
-    with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+    with start_server(limits=FIRST_HUB) as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         engine = Engine("e0", hub, config, monkeypatch)
         trainer.publish(1, {**checkpoint(1), "linear.weight_scale_inv": torch.full((3, 2), 7.0)})
         refused = engine.updater.update(1, TIMEOUT_S)
@@ -242,7 +243,7 @@ def test_who_cannot_quantize_beside_the_engine_keeps_nobody_waiting(
     def fails(*_: Any) -> Any:
         raise RuntimeError("can't allocate memory")
 
-    with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+    with start_server(limits=FIRST_HUB) as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         engines = [Engine(name, hub, config, monkeypatch) for name in ("e0", "e1")]
         trainer.publish(1, checkpoint(1))
         assert [engine.update(1) for engine in engines] == ["checkpoint", "runtime:x"]
@@ -258,7 +259,7 @@ def test_who_cannot_quantize_beside_the_engine_keeps_nobody_waiting(
 def test_a_checkpoint_that_is_quantized_already_is_taken_as_it_is(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given = checkpoint(1)
     given["linear.weight"], given["linear.weight_scale_inv"] = quantize.quantize(given["linear.weight"], BLOCK)
-    with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+    with start_server(limits=FIRST_HUB) as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         engine = Engine("e0", hub, config, monkeypatch)
         trainer.publish(1, given)
         engine.update(1)
@@ -296,7 +297,7 @@ def test_a_worker_reads_and_quantizes_its_own_slice(config: Any, monkeypatch: py
         name: torch.randn(shape).bfloat16() for name, shape in {"gate.weight": (8, 256), "norm.weight": (256,)}.items()
     }
     whole["linear.weight"] = torch.randn(4 * 384 + 256, 256).bfloat16()[: 4 * 384]
-    with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+    with start_server(limits=FIRST_HUB) as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         engine = Engine("e0", hub, config, monkeypatch, size=4 * 384)
         engine.updater._plans_ahead = True  # as if there were others
         assert engine.model.linear.weight.shape == (384, 256)

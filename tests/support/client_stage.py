@@ -25,6 +25,7 @@ from tensorhub_plugins.core.hub.limits import HubLimits
 
 NEAR, FAR = Location("dc", "rack", "here"), Location("dc", "other rack", "there")
 HELD = 6  # segments that a source held back serves
+FIRST_HUB = HubLimits(grace_s=0.0)  # no worker of an earlier one will report, so no answer waits for that
 LATE_S = 5.0  # beyond a deadline, on a busy machine
 SOON_S = 30.0  # for what happens at once unless something is broken
 
@@ -155,8 +156,8 @@ def what_is_there() -> tuple[list[str], list[str], list[str]]:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Start a hub, and yield its address."""
-    with start_server() as server:
+    """Start a hub, before which there was none, and yield its address."""
+    with start_server(limits=FIRST_HUB) as server:
         yield server.address
 
 

@@ -94,6 +94,7 @@ class Layers:
 @contextmanager
 def layers(folder: Path, name: str) -> Iterator[Layers]:
     import torch
+    from client_stage import FIRST_HUB
     from vllm.config.lora import LoRAConfig
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
     from vllm_engines import checkpoint
@@ -105,7 +106,7 @@ def layers(folder: Path, name: str) -> Iterator[Layers]:
     from tensorhub_plugins.vllm.worker.adapters import AdapterUpdater
 
     with ExitStack() as stack:
-        hub = stack.enter_context(start_server())
+        hub = stack.enter_context(start_server(limits=FIRST_HUB))
         trainer = stack.enter_context(Client(hub.address, run="r", model=name, replica="trainer"))
         model, config = stack.enter_context(loaded(folder, Rank(), checkpoint(folder)))
         config.lora_config = LoRAConfig(max_lora_rank=RANK, max_loras=1, max_cpu_loras=1)

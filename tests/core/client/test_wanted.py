@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from client_stage import FIRST_HUB
 
 from tensorhub_plugins.core import Client, CorruptBytes, Part, Server, TensorSpec, UsageError, start_server
 from tensorhub_plugins.core.manifest import SEGMENT_SIZE_BYTES_MIN
@@ -15,7 +16,7 @@ ROWS, COLUMNS = 1024, 1024  # of float32: 4 MiB, 16 segments of the smallest siz
 
 @pytest.fixture
 def hub() -> Iterator[Server]:
-    with start_server() as server:
+    with start_server(limits=FIRST_HUB) as server:
         yield server
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from client_processes import hold_back, let_go
-from client_stage import until
+from client_stage import FIRST_HUB, until
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Location, Part, ShardKey, Slab, UsageError, start_server
 from tensorhub_plugins.core.client.destinations import Destinations
@@ -37,7 +37,7 @@ NAMES_BOTH = "'embed' and 'lm_head' are the same memory here, but were published
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    with start_server() as server:
+    with start_server(limits=FIRST_HUB) as server:
         yield server.address
 
 
