@@ -26,6 +26,7 @@ LATEST = "latest"
 # What decoding untrusted bytes raises, for example for text that is no UTF-8, and for deeply nested arrays.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 CHECKPOINT = "checkpoint"  # the layout of Hugging Face names, unfused
+COMPILED = ".compiled-"  # in the name of a history that is no model's but of what engines compile: it has no trainer
 Role: TypeAlias = Literal["publisher", "reader", "observer"]  # what a key permits, see hub/permissions.py
 Across: TypeAlias = Literal["host", "rack", "data_center"]  # what may fail as a unit
 DOMAINS_MAX = 16  # failure domains in which copies are kept

@@ -85,6 +85,7 @@ def test_every_alert_says_what_is_wrong_and_what_to_do() -> None:
 # Each alert: series (as promtool writes them, a sample a minute) under which it fires after 20 minutes (a pin: 80), and
 # under which it does not.
 OF = '{run="r",model="m"}'
+COMPILED = '{run="r",model="m.compiled-0123456789abcdef"}'
 STUCK = [f"tensorhub_followers{OF} 8x20", f"tensorhub_follower_install_age_seconds_max{OF} 0+60x20"]
 ONE_COPY = [f"tensorhub_newest_replicas{OF} 1x20", f"tensorhub_newest_age_seconds{OF} 0+60x20"]
 CASES: dict[str, tuple[list[str], list[str]]] = {
@@ -125,7 +126,12 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "TensorHubUnreachedSources": ([f"tensorhub_unreached_sources{OF} 1x20"], [f"tensorhub_unreached_sources{OF} 0x20"]),
     "TensorHubTrainerStill": (
         [f"tensorhub_trainers{OF} 1x20", f"tensorhub_newest_age_seconds{OF} 7000+60x20"],
-        [f"tensorhub_trainers{OF} 0x20", f"tensorhub_newest_age_seconds{OF} 7000+60x20"],
+        [
+            f"tensorhub_trainers{OF} 0x20",
+            f"tensorhub_newest_age_seconds{OF} 7000+60x20",
+            f"tensorhub_trainers{COMPILED} 1x20",
+            f"tensorhub_newest_age_seconds{COMPILED} 7000+60x20",
+        ],
     ),
     "TensorHubPinned": ([f"tensorhub_pinned{OF} 1x80"], [f"tensorhub_pinned{OF} 0x30 1x50"]),
     "TensorHubHubFull": (["tensorhub_hub_connections_left 99x20"], ["tensorhub_hub_connections_left 5000x20"]),

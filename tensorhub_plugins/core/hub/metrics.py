@@ -13,9 +13,9 @@ from typing import NamedTuple, TypeAlias
 from tensorhub_plugins.core.hub import standing, unreached
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import History
-from tensorhub_plugins.core.types import attempt_of, step_of
+from tensorhub_plugins.core.types import COMPILED, attempt_of, step_of
 
-MODELS_MAX = 100  # each is about twenty series; those with a trainer come first
+MODELS_MAX = 100  # each is about twenty series; those with a trainer come first, what engines compile last
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -131,7 +131,7 @@ OF_MODELS: tuple[tuple[str, str, Callable[[_Tally], float]], ...] = (
 
 def metrics(registry: Registry, now: float) -> Iterator[Metric]:
     """Yield all figures, as they are now."""
-    histories = sorted(registry.histories.values(), key=lambda history: not history.published_size_bytes)
+    histories = sorted(registry.histories.values(), key=lambda h: (COMPILED in h.model, not h.published_size_bytes))
     tallies = [_Tally(registry, history, now) for history in islice(histories, MODELS_MAX)]
     for name, text, value in OF_MODELS:
         values = [(_labels(tally.history), float(value(tally))) for tally in tallies]

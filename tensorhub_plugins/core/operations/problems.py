@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tensorhub_plugins.core.types import RECENT_S, version_label
+from tensorhub_plugins.core.types import COMPILED, RECENT_S, version_label
 
 LATE_S = 60.0
 PACE_TIMES = 5  # as long as the last ones a trainer's next version may take
@@ -76,6 +76,8 @@ def _versions(model: Report, hub: str, late_s: float) -> Found:
     elif pin and newest > pin:
         what = f"version {version_label(pin)} is pinned, and the newest is {version_label(newest)}"
         yield "pinned", what, f"{command('unpin', model, hub)}, when the pin has done its work"
+    if COMPILED in model["model"]:  # a version whenever an engine had to compile; who has given it may leave
+        return
     if is_complete and newest and not any(worker["bytes_published"] for worker in model["workers"]):
         what = f"no trainer is connected; the newest version, {version_label(newest)}, is of {ago(age_s)} ago"
         yield "no_trainer", what, "if the run has not ended: see the trainer's log"

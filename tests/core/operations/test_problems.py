@@ -235,3 +235,15 @@ def test_the_page_has_every_kind_and_no_other() -> None:
 
 def test_times_as_people_say_them() -> None:
     assert [ago(s) for s in (0.4, 99.0, 100.0, 600.0, 7200.0)] == ["0 s", "99 s", "2 min", "10 min", "2.0 h"]
+
+
+def test_what_engines_compile_has_no_trainer_that_could_be_late_or_gone(run: Scenario) -> None:
+    def kinds(name: str) -> list[str]:
+        shown = report(run.hub.registry, run.now)
+        return [each.kind for each in problems.find({**shown, "models": [{**shown["models"][0], "model": name}]})]
+
+    run.wait(75.0)
+    assert (kinds("actor.compiled-0123456789abcdef"), kinds("actor")) == ([], ["trainer_late"])
+    run.publish("a/0", 9, "runtime:f", origin="replicated")
+    run.tell("trainer/0", m.Bye())
+    assert (kinds("actor.compiled-0123456789abcdef"), kinds("actor")) == ([], ["no_trainer"])
