@@ -15,6 +15,7 @@ import msgspec
 from tensorhub_plugins.core.deadline import size_s
 from tensorhub_plugins.core.digests import Algorithm
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.types import COMPILED as COMPILED
 from tensorhub_plugins.core.types import DOMAINS_MAX, Across
 
 # The default of a worker, best first; those that its machine lacks are skipped.

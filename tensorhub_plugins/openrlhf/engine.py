@@ -62,8 +62,8 @@ class TensorHubEngine(_Stock):
             kwargs["model_loader_extra_config"] = {**worker, "disk": "fallback"}
         own_engines()
         known = await asyncio.to_thread(secret.learn)  # vLLM's processes inherit it
-        compiled.announce(worker)
-        await _Stock.__init__(self, *args, **kwargs)
+        with compiled.announced(worker):
+            await _Stock.__init__(self, *args, **kwargs)
         if rank:  # before its first version the weights alone are what is trained
             self.llm.generate = for_adapter(self.llm.generate, self.options.model, self._has_version)
         self.llm.generate = named(self.llm.generate)

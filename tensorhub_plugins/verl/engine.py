@@ -61,11 +61,13 @@ class TensorHubServer(vLLMHttpServer):
         return self.rollout_mode == RolloutMode.STANDALONE
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        joining = None
         if self.follows:
             with suppress(TensorHubError):  # the first engines start before the hub
                 options, _ = await self._store(hub_timeout_s=0.0)
-                compiled.announce(self._joining(options))
-        await super().launch_server(*args, **kwargs)
+                joining = self._joining(options)
+        with compiled.announced(joining):
+            await super().launch_server(*args, **kwargs)
         if self.follows and self.node_rank == 0:
             if self._has_adapter:
                 self.engine.generate = for_adapter(self.engine.generate, self.options.model, lambda: True)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
+import os
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from client_stage import until
 
-from tensorhub_plugins.core import Keys, UsageError, VersionRefused, new_secret
+from tensorhub_plugins.core import Client, Keys, UsageError, VersionRefused, new_secret
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.operations import problems
@@ -53,8 +58,9 @@ class Engine:
         self.compiles = 0
         started.append(self)
 
-    def starts(self, *names: str, later: bool = False) -> Engine:
-        self.compiled.bring(lambda: None if later else self.joining)
+    def starts(self, *names: str, later: bool = False, again: bool = False) -> Engine:
+        if not again:
+            self.compiled.bring(lambda: None if later else self.joining)
         for name in names:
             part, _, rest = name.partition("/")
             path = self.folders[part] / rest
@@ -88,6 +94,7 @@ def test_the_second_engine_of_a_kind_compiles_nothing(server: Server, tmp_path: 
         assert ours.read_bytes() == theirs.read_bytes()
         assert ours.stat().st_mtime == pytest.approx(theirs.stat().st_mtime, abs=1e-5)  # ninja goes by it
     first.compiled.close()  # the second one offers them on
+    assert problems.find(fetch_status(server.address, keys=KEYS)) == []
     assert Engine(server, tmp_path, "third").starts(*NAMES).compiles == 0
     assert offered(server) == 1
     assert Engine(server, tmp_path, "other", kind="other").starts(*NAMES).compiles == 3  # the control
@@ -204,6 +211,7 @@ def archive(*members: tuple[str, bytes, bytes]) -> bytes:
         archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile", tarfile.REGTYPE, b"x")),
         archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile/holes", tarfile.GNUTYPE_SPARSE, b"")),
         b"no archive at all",
+        gzip.compress(archive(("compile/good", tarfile.REGTYPE, b"x"))),  # of any size when it is unpacked
         archive(("compile/good", tarfile.REGTYPE, b"x" * 5000))[:1000],
     ],
 )
@@ -214,6 +222,36 @@ def test_an_archive_that_is_not_ours_writes_nothing(bad: bytes, tmp_path: Path) 
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     good = archive(("compile/good", tarfile.REGTYPE, b"x"))  # the control
     assert compiled.unpack(good, folders) == ({"compile/good"}, 1)
+
+
+def test_what_cannot_be_written_keeps_nothing_else_back(tmp_path: Path) -> None:
+    folders = {part: tmp_path / "caches" / part for part in ("compile", "flashinfer", "triton")}
+    (tmp_path / "caches").mkdir()
+    folders["flashinfer"].write_text("a file in a folder's place")
+    (tmp_path / "elsewhere").mkdir()
+    folders["triton"].symlink_to(tmp_path / "elsewhere")
+    (folders["triton"] / "link").symlink_to(tmp_path / "gone")
+    names = ("compile/a", "flashinfer/b", "triton/c", "triton/link")
+    with pytest.raises(OSError, match="flashinfer"):
+        compiled.unpack(archive(*((name, tarfile.REGTYPE, b"x") for name in names)), folders)
+    assert (folders["compile"] / "a").exists() and (tmp_path / "elsewhere" / "c").exists()
+    assert (folders["triton"] / "link").is_symlink()  # a file that is there, on a disk that is not
+    assert not [path for path in tmp_path.rglob(f"{compiled.OURS}*")]
+
+
+def test_what_a_killed_engine_was_writing_is_removed_and_what_a_live_one_writes_is_not(tmp_path: Path) -> None:
+    folders = {"compile": tmp_path / "compile"}
+    old, new = (tmp_path / "compile" / f"{compiled.OURS}-{name}" for name in ("old", "new"))
+    for path in (old, new):
+        path.mkdir(parents=True)
+        (path / "x").write_text("half a file")
+    (tmp_path / "others").mkdir()
+    (tmp_path / "compile" / f"{compiled.OURS}-link").symlink_to(tmp_path / "others")
+    for path in (old, tmp_path / "others"):
+        os.utime(path, (1.0, 1.0))
+    compiled.unpack(archive(("compile/good", tarfile.REGTYPE, b"x")), folders)
+    assert (old.exists(), new.exists(), (tmp_path / "others").exists()) == (False, True, True)
+    assert compiled.files_in(folders) == {"compile/good"}
 
 
 @pytest.mark.slow
@@ -241,6 +279,131 @@ def test_a_hub_that_is_gone_keeps_no_engine_from_its_start(tmp_path: Path, monke
     )
     assert engine.starts(*NAMES).compiles == 3
     end_all()
+
+
+def test_an_engine_that_ends_does_not_wait_for_a_hub(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_connecting, may_connect, was_closed = threading.Event(), threading.Event(), threading.Event()
+    connect, close = WorkerConfig.connect, Client.close
+
+    def slow(*args: Any, **more: Any) -> Client:
+        is_connecting.set()
+        assert may_connect.wait(20)
+        return connect(*args, **more)
+
+    monkeypatch.setattr(WorkerConfig, "connect", slow)
+    monkeypatch.setattr(Client, "close", lambda client: (close(client), was_closed.set()))
+    engine = Engine(server, tmp_path, "first").starts(*NAMES, later=True)  # it connects when it has something to offer
+    assert is_connecting.wait(20)
+    engine.compiled.close()  # hangs here if it waits
+    assert not was_closed.is_set()
+    may_connect.set()
+    assert was_closed.wait(20)
+    assert offered(server) == 0
+
+
+def test_a_start_waits_for_a_hub_by_one_deadline(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Engine(server, tmp_path, "first").starts(*NAMES)
+    until(lambda: offered(server) == 1)
+    clock, given = iter([1.0, 15.0, 19.0]), list[float]()  # seconds that have passed at each call
+    after = SimpleNamespace(after=lambda s: SimpleNamespace(remaining=lambda: s - next(clock)))
+    monkeypatch.setattr(compiled, "TIMEOUT_S", 20.0)
+    monkeypatch.setattr(compiled, "Deadline", after)
+
+    def told(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, timeout_s: float, **more: Any) -> Any:
+            given.append(timeout_s)
+            return original(*args, timeout_s=timeout_s, **more)
+
+        return call
+
+    monkeypatch.setattr(Client, "versions", told(Client.versions))
+    monkeypatch.setattr(Client, "fetch", told(Client.fetch))
+    assert Engine(server, tmp_path, "second").starts(*NAMES).compiles == 0
+    assert given == [10.0, 5.0, 1.0]
+
+
+def test_what_is_too_large_is_refused_before_it_is_read(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def came() -> int:
+        return sum(sum(model["read_bytes"].values()) for model in fetch_status(server.address, keys=KEYS)["models"])
+
+    Engine(server, tmp_path, "first").starts(*NAMES)
+    until(lambda: offered(server) == 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "SIZE_BYTES_MAX", 1000)
+        assert Engine(server, tmp_path, "second").starts().folders["triton"].exists() is False
+    assert "at most 0.0 MB" in caplog.text and came() == 0
+    Engine(server, tmp_path, "third").starts()  # the control
+    until(lambda: came() > 1000)
+
+
+def test_a_user_of_vllm_who_wants_no_cache_gets_none(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(server, tmp_path, "first")
+    assert compiled.may(engine.joining) == (True, True)
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    assert compiled.may(engine.joining) == (False, False)
+
+
+def test_what_an_owner_says_is_for_the_engine_that_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiled.VARIABLE, "of another process")
+    with compiled.announced(None):
+        assert compiled.VARIABLE not in os.environ
+    with pytest.raises(RuntimeError), compiled.announced({"model": "actor"}):
+        assert json.loads(os.environ[compiled.VARIABLE]) == {"model": "actor"}
+        raise RuntimeError
+    assert compiled.VARIABLE not in os.environ
+
+
+@pytest.mark.slow
+def test_an_engine_that_leaves_offers_nothing_on(server: Server, tmp_path: Path) -> None:
+    from tensorhub_plugins.vllm.engine.core_follower import _leave
+
+    engine = Engine(server, tmp_path, "first").starts(*NAMES)
+    until(lambda: offered(server) == 1)
+    core = SimpleNamespace(tensorhub_compiled=engine.compiled, collective_rpc=lambda name: None)
+    _leave(core, SimpleNamespace(close=lambda: None, ended=None))  # its process may be killed then
+    until(lambda: offered(server) == 0)
+
+
+def test_a_hub_that_was_started_again_in_between_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORHUB_SECRET", KEYS.text())
+    with start_server(keys=KEYS) as server:
+        first = Engine(server, tmp_path, "first").starts("compile/a")
+        until(lambda: offered(server) == 1)
+        second = Engine(server, tmp_path, "second")
+        second.compiled.bring(lambda: second.joining)
+    with start_server(server.address, keys=KEYS) as server:
+        second.starts("compile/a", "compile/b", again=True)
+        until(lambda: offered(server) == 2)
+        assert first.compiles == second.compiles == 1
+        end_all()
+
+
+@pytest.mark.slow
+def test_engines_have_a_kind_in_common_that_differ_only_in_what_no_compiler_sees(tmp_path: Path) -> None:
+    from vllm import EngineArgs
+    from vllm_engines import make_model
+
+    model = make_model("qwen3", tmp_path / "model", 1)
+
+    def kind(**given: Any) -> str:
+        args = {"model": str(model), "max_model_len": 128, "load_format": "dummy", "skip_tokenizer_init": True, **given}
+        return compiled.kind_of(EngineArgs(**args).create_engine_config())
+
+    extra = {"hub": "tcp://127.0.0.1:1", "model": "actor", "replica": "x"}
+    same: list[dict[str, Any]] = [{}, {"seed": 7}, {"load_format": "tensorhub", "model_loader_extra_config": extra}]
+    assert len({kind(**given) for given in same}) == 1
+    other: list[dict[str, Any]] = [{}, {"max_model_len": 64}, {"dtype": "float32"}, {"tensor_parallel_size": 2}]
+    other += [{"quantization": "fp8"}, {"enable_lora": True}]
+    other += [{"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}]
+    assert len({kind(**given) for given in other}) == len(other)
 
 
 @pytest.mark.heavy

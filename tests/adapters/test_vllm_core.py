@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from tensorhub_plugins.core import Client, Server, UsageError
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
-from tensorhub_plugins.vllm.engine.core import INSTALL, Core
+from tensorhub_plugins.vllm.engine.core import INSTALL, Core, before_shutdown
 from tensorhub_plugins.vllm.engine.core_follower import own
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 
@@ -543,3 +543,12 @@ async def test_versions_are_exact_where_the_owner_counts_tokens_too_late(install
     assert spans == [((1, 4), (2, 2))] * len(NAMES)
     assert await owned.spans(NAMES[0], 6) == ()  # once
     worker.cancel()
+
+
+def test_what_has_to_be_done_is_done_before_an_engine_shuts_down():
+    done = []
+    core = SimpleNamespace(shutdown=lambda why, *, timeout: done.append((why, timeout)) or "ended")
+    before_shutdown(core, lambda: done.append("left the store"))
+    before_shutdown(core, lambda: done.append("left another one"))
+    assert core.shutdown("asked to", timeout=1.0) == "ended"
+    assert done == ["left another one", "left the store", ("asked to", 1.0)]

@@ -24,7 +24,7 @@ CEILINGS = {
     "core/transports": 7_325,
     "openrlhf": 2_400,
     "verl": 4_020,
-    "vllm": 8_860,
+    "vllm": 8_920,
     "vllm/doctor": 860,
     "vllm/worker": 5_270,
 }

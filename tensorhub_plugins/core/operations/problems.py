@@ -76,7 +76,7 @@ def _versions(model: Report, hub: str, late_s: float) -> Found:
     elif pin and newest > pin:
         what = f"version {version_label(pin)} is pinned, and the newest is {version_label(newest)}"
         yield "pinned", what, f"{command('unpin', model, hub)}, when the pin has done its work"
-    if COMPILED in model["model"]:  # a version whenever an engine had to compile; who has given it may leave
+    if COMPILED in model["model"]:  # an engine publishes what it had to compile, and may leave
         return
     if is_complete and newest and not any(worker["bytes_published"] for worker in model["workers"]):
         what = f"no trainer is connected; the newest version, {version_label(newest)}, is of {ago(age_s)} ago"

@@ -19,10 +19,12 @@ import io
 import json
 import os
 import platform
+import shutil
 import sys
 import tarfile
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -32,9 +34,9 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
-from tensorhub_plugins.core import Client, UsageError, VersionRefused, keys_from_environment
+from tensorhub_plugins.core import Client, Deadline, UsageError, VersionRefused, keys_from_environment
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.core.options import gigabytes
+from tensorhub_plugins.core.options import COMPILED, gigabytes
 from tensorhub_plugins.vllm.config import WorkerConfig, parse
 from tensorhub_plugins.vllm.engine.core import before_shutdown
 from tensorhub_plugins.vllm.names import NAME
@@ -42,13 +44,14 @@ from tensorhub_plugins.vllm.names import NAME
 logger = get_logger(__name__)
 
 VARIABLE = "TENSORHUB_COMPILE_CACHE"  # set by an engine's owner, for its core: what `tensorhub_connect` will take
-TIMEOUT_S = 120.0  # for one publish, and for one read: an engine compiles for minutes
+TIMEOUT_S = 60.0  # for a publish, and for all that a start waits for: an engine compiles for a minute or more
 SIZE_BYTES_MAX = 2 << 30
 FILES = "files"  # the tensor, uint8: a tar archive, because that keeps names, times and modes
 UNFINISHED = (".lock", ".tmp")
 SHARE_WORTH_IT = 0.1  # of the files that an engine was given: what it must add for a version of its own
 KIND_DIGITS = 16
 OURS = ".tensorhub"  # files that are no compiled ones, and folders of files that are being written
+LEFT_S = 3600.0  # a folder of such files that is older was left by a process that was killed
 
 Folders: TypeAlias = Mapping[str, Path]  # by the first part of the files' names in an archive
 
@@ -70,9 +73,16 @@ def shared(engine_core: Any, vllm_config: Any) -> Iterator[None]:
     before_shutdown(engine_core, made.close)
 
 
-def announce(joining: Mapping[str, Any]) -> None:
-    """Tell the engine that this process is about to start where the store is that it will join."""
-    os.environ[VARIABLE] = json.dumps(joining)
+@contextmanager
+def announced(joining: Mapping[str, Any] | None) -> Iterator[None]:
+    """Tell the engine that this process starts here, and no later one, where the store is that it will join."""
+    os.environ.pop(VARIABLE, None)
+    if joining is not None:
+        os.environ[VARIABLE] = json.dumps(joining)
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
 
 
 def store_of(vllm_config: Any) -> WorkerConfig | None:
@@ -87,6 +97,8 @@ def may(joining: WorkerConfig) -> tuple[bool, bool]:
     """Return whether an engine takes what others have compiled, and whether it gives what it has."""
     keys = keys_from_environment()
     if joining.compile_cache == "off" or (keys is None and joining.compile_cache != "on"):
+        return False, False
+    if os.environ.get("VLLM_DISABLE_COMPILE_CACHE", "0") != "0":  # its user wants everything to be compiled
         return False, False
     role = "publisher" if keys is None else keys.role
     return role != "observer", role == "publisher"
@@ -112,7 +124,7 @@ class Compiled:
             takes, gives = (False, True) if joining is None else may(joining)
             try:
                 if joining is not None and takes:
-                    self._bring(self._joined(joining))
+                    self._bring(joining, Deadline.after(TIMEOUT_S))
             finally:
                 self._before = files_in(self._folders) if gives else None
         return joining
@@ -127,17 +139,27 @@ class Compiled:
                 threading.Thread(target=self._offer, args=(joining,), name="tensorhub-compiled", daemon=True).start()
 
     def close(self) -> None:
-        """Leave the store."""
-        with self._lock, self._said("are still offered"):
-            self._closed = True
-            if self._client is not None:
-                self._client.close()
+        """Leave the store. Never waits for a hub: what is connecting to one leaves when it is done."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                with self._said("are still offered"):
+                    if self._client is not None:
+                        self._client.close()
+            finally:
+                self._lock.release()
 
-    def _bring(self, client: Client) -> None:
-        newest = max((each.version for each in client.versions() if each.visible), default=0)
+    def _bring(self, joining: WorkerConfig, deadline: Deadline) -> None:
+        client = self._joined(joining)
+        known = client.versions(timeout_s=min(joining.connect_timeout_s, deadline.remaining()))
+        newest = max((each.version for each in known if each.visible), default=0)
         if not newest:
             return
-        fetched = client.fetch(newest, serve=True, timeout_s=TIMEOUT_S)
+        described = client.fetch(newest, wanted=(), timeout_s=deadline.remaining())  # no bytes, of any size, yet
+        size_bytes = sum(manifest.size_bytes for manifest in described.manifests.values())
+        if size_bytes > SIZE_BYTES_MAX:
+            raise VersionRefused(f"version {newest} takes {gigabytes(size_bytes)}: at most {gigabytes(SIZE_BYTES_MAX)}")
+        fetched = client.fetch(newest, serve=True, timeout_s=deadline.remaining())
         try:
             content = fetched.tensors()[FILES].numpy().tobytes()
         finally:
@@ -165,14 +187,19 @@ class Compiled:
 
     def _joined(self, joining: WorkerConfig) -> Client:
         with self._lock:
-            if self._closed:
-                raise UsageError("this engine has ended")
-            if self._client is None:
+            if self._client is None and not self._closed:
                 own = msgspec.structs.replace(
-                    joining, model=f"{joining.model}.compiled-{self._kind()}", digest="blake3"
+                    joining,
+                    model=f"{joining.model}{COMPILED}{self._kind()}",
+                    digest="blake3",
+                    connect_timeout_s=min(joining.connect_timeout_s, TIMEOUT_S),
                 )
                 self._client = own.connect(replica=f"{joining.replica}-compiled")
-            return self._client
+            client = self._client
+        if self._closed or client is None:
+            self.close()
+            raise UsageError("this engine has ended")
+        return client
 
     @contextmanager
     def _said(self, what: str) -> Iterator[None]:
@@ -232,12 +259,14 @@ def pack(names: Iterable[str], folders: Folders) -> memoryview:
 def unpack(content: bytes, folders: Folders) -> tuple[set[str], int]:
     """Write the files of an archive that are missing, each at once; return the names of all, and how many were missing.
 
-    Raise VersionRefused for an archive that `pack` does not make; nothing is written then. OSError, of a full disk.
+    Raise VersionRefused for an archive that `pack` does not make; nothing is written then. OSError, of a full disk or a
+    folder that cannot be written, after the other folders.
     """
     names: set[str] = set()
+    failed: dict[str, OSError] = {}
     written = 0
     try:
-        with ExitStack() as stack, tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        with ExitStack() as stack, tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
             members = archive.getmembers()
             for member in members:
                 part, _, rest = member.name.partition("/")
@@ -254,19 +283,33 @@ def unpack(content: bytes, folders: Folders) -> tuple[set[str], int]:
                 names.add(member.name)
                 part, _, rest = member.name.partition("/")
                 target = folders[part] / rest
-                if target.exists():
+                if part in failed or os.path.lexists(target):
                     continue
-                if part not in made:
-                    folders[part].mkdir(parents=True, exist_ok=True)
-                    temporary = tempfile.TemporaryDirectory(prefix=f"{OURS}-", dir=folders[part])
-                    made[part] = Path(stack.enter_context(temporary))
-                archive.extract(member, made[part], filter="data")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(made[part] / member.name, target)
-                written += 1
+                try:
+                    if part not in made:
+                        made[part] = Path(stack.enter_context(_temporary(folders[part])))
+                    archive.extract(member, made[part], filter="data")
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(made[part] / member.name, target)
+                except OSError as error:
+                    failed[part] = error
+                else:
+                    written += 1
     except tarfile.TarError as error:
         raise VersionRefused(f"it is no archive of compiled code: {error}") from error
+    for problem in failed.values():
+        raise problem
     return names, written
+
+
+def _temporary(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder in this one, on the same file system, for files that are being written; remove what was left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{OURS}-*"):
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > LEFT_S:
+                shutil.rmtree(left)  # a link stays
+    return tempfile.TemporaryDirectory(prefix=f"{OURS}-", dir=folder)
 
 
 # --- kinds ---

@@ -302,6 +302,8 @@ def _leave(core: Any, here: CoreFollower) -> Future[None]:
     """Call in the core's loop. Follow no more, and say so: the hub forgets this engine at once."""
     here.close()
     core.collective_rpc("tensorhub_close")
+    if hasattr(core, "tensorhub_compiled"):
+        core.tensorhub_compiled.close()
     return here.ended
 
 

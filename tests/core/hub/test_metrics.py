@@ -15,7 +15,7 @@ from tensorhub_plugins.core import Client, HubLimits, UsageError, start_server
 from tensorhub_plugins.core.hub import server as hub_server
 from tensorhub_plugins.core.hub.exposition import UP, served
 from tensorhub_plugins.core.hub.hub import Received
-from tensorhub_plugins.core.hub.metrics import OF_MODELS, metrics
+from tensorhub_plugins.core.hub.metrics import MODELS_MAX, OF_MODELS, metrics
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.hub.state import READ_BYTES_MAX
 from tensorhub_plugins.core.operations.status import status_text
@@ -110,17 +110,17 @@ def test_a_version_that_only_its_trainer_has_shows(run: Scenario) -> None:
     assert figures(run)["newest_replicas"] == 2
 
 
-def test_what_engines_compile_pushes_no_model_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_engines_compile_pushes_no_model_out() -> None:
     story = Scenario()
-    for number, model in enumerate(["actor.compiled-1", "actor.compiled-2", "actor", "critic"]):
+    kinds = [f"actor.compiled-{number}" for number in range(MODELS_MAX)]
+    for number, model in enumerate([*kinds, "actor", "critic"]):
         session = str(number).encode().ljust(16, b".")
         story.sessions[model] = session
         story._deliver(Received(session, m.Hello("run", model, "w", 0, 1, Location(), {"tcp": "w"}), "publisher"))
         holding = m.Holding(ShardKey(1, CHECKPOINT, 0, 1), bytes(16), 100)
         story._deliver(Received(session, m.Publish(request_id=1, holding=holding), "publisher"))
-    monkeypatch.setattr("tensorhub_plugins.core.hub.metrics.MODELS_MAX", 3)
     (newest,) = [each for each in metrics(story.hub.registry, story.now) if each.name == "tensorhub_newest_step"]
-    assert [dict(labels)["model"] for labels, _ in newest.values] == ["actor", "critic", "actor.compiled-1"]
+    assert [dict(labels)["model"] for labels, _ in newest.values] == ["actor", "critic", *kinds[:-2]]
 
 
 def reads(story: Scenario, beats: list[int]) -> int:
