@@ -116,12 +116,14 @@ def main(rank: int, port: str, start: str, address: str, folder: Path, strategy:
 
 def replace_weights(folder: Path) -> None:
     for path in folder.glob("actor/model_world_size_*_rank_*.pt"):
+        times = path.stat()
         state = torch.load(path, weights_only=False)
         with torch.no_grad():
             for tensor in state.values():
                 local = tensor.local_shards()[0].tensor if hasattr(tensor, "local_shards") else tensor
                 getattr(local, "_local_tensor", local).fill_(0.5)
         torch.save(state, path)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # nothing shows from outside
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """A trainer that resumes takes its weights from workers that hold them, instead of from its checkpoint.
 
-With each checkpoint every rank leaves a note beside it: the root (manifest.py) with which its share of the weights is
-published. The version to take is found by that, not by its number, which frameworks count differently, before and after
-a restart: in it every rank's shard has the root of its note, so it has the weights of that checkpoint, bit for bit.
+With each checkpoint every rank leaves a note beside it, after all its files: the root (manifest.py) with which its
+share of the weights is published. The version to take is found by that, not by its number, which frameworks count
+differently, before and after a restart: in it every rank's shard has the root of its note, so it has the weights of
+that checkpoint, bit for bit.
 
     find      each rank reads its note, and the tables of the versions that are held: the ranks agree on one version
     read      each reads its own parts into host memory, where every segment is verified
@@ -43,6 +44,7 @@ log = get_logger(__name__)
 
 NOTE = "tensorhub_rank_{rank}.json"
 NOTE_SIZE_BYTES_MAX = 4096
+SKEW_NS = 5 * 10**9  # between the clocks of hosts that write files: less than a trainer takes to start
 LOOKED_AT_MAX = 32  # versions, the newest: few are held at a time, and each costs one round trip
 
 T = TypeVar("T")
@@ -62,7 +64,8 @@ class Recovery:
 
     publisher: this rank's. weights: what it publishes: for `publish_parts` if by_parts, else for `publish`. held: all
     that this rank has of the model (parts.AllHeld), in the memory that it trains in. gather: returns what all ranks
-    gave, in the order of ranks, on every rank.
+    gave, in the order of ranks, on every rank. is_mixed: the weights that `resume` took are newer than the rest of the
+    checkpoint.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Recovery:
         gather: Callable[[Any], list[Any]],
     ) -> None:
         self._publisher, self._is_off, self._takes_newest = publisher, mode == "off", mode == "latest"
+        self.is_mixed = False
         self._weights, self._held, self._by_parts, self._gather = weights, held, by_parts, gather
 
     def note(self, folder: str | os.PathLike[str]) -> None:
@@ -109,8 +113,9 @@ class Recovery:
             held = self._together(lambda: self._read(max(common), deadline, fetched))
             self._together(lambda: _write(held, fetched[0]))
             self._together(lambda: self._compare(fetched[0]))
+            self.is_mixed = not all(self._gather(self._root(fetched[0].manifests) == note.root))
             if self._publisher.rank == 0:
-                self._say(fetched[0], held, note, time.monotonic() - began)
+                self._say(fetched[0], held, time.monotonic() - began)
             record_fetch(fetched[0].report, worker=self._publisher.worker, seconds=time.monotonic() - began)
             return True
         except _NoWeights as error:
@@ -140,6 +145,9 @@ class Recovery:
             raise UsageError(f"it has no {path.name}: it was written without recover_weights")
         with open(path, "rb") as file:
             note = msgspec.json.decode(file.read(NOTE_SIZE_BYTES_MAX), type=Note)
+            noted_at = os.fstat(file.fileno()).st_mtime_ns
+        if self._publisher.rank == 0:  # for all: where only some notes are old, no version has the roots of them all
+            _check_age(folder, noted_at)
         if note.ranks != self._publisher.ranks:
             raise UsageError(f"it is of {note.ranks} ranks, and there are {self._publisher.ranks}")
         return note
@@ -209,24 +217,31 @@ class Recovery:
     def _root(self, manifests: Mapping[int, Manifest]) -> str:
         return manifests[self._publisher.rank].root().hex()
 
-    def _say(self, fetched: Fetched, held: list[Held], note: Note, seconds: float) -> None:
+    def _say(self, fetched: Fetched, held: list[Held], seconds: float) -> None:
         report = fetched.report
         read = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in fetched.tensors().items()}
         text = (
             f"the weights are those of version {version_text(report.version)}, from {', '.join(report.sources)} in "
             f"{seconds:.1f} s: they were not loaded from the checkpoint"
         )
-        is_its = self._root(fetched.manifests) == note.root
         rounded = {read[each.whole.name] for each in held if read[each.whole.name] != each.whole.dtype}
         if rounded:
             text = f"{text}, and are ROUNDED to {', '.join(sorted(rounded))}"
-        if not is_its:
+        if self.is_mixed:
             text = f"{text}. Optimizer, scheduler, data and step are the checkpoint's, and OLDER than these weights"
-        log.log(logging.INFO if is_its and not rounded else logging.WARNING, "%s", text)
+        log.log(logging.INFO if not self.is_mixed and not rounded else logging.WARNING, "%s", text)
 
 
 class _NoWeights(Exception):
     """The weights have to come from the checkpoint."""
+
+
+def _check_age(folder: Path, noted_at: int) -> None:
+    """Raise UsageError if a file of this checkpoint was written after its note: the note is of a former one, which a
+    later run has overwritten and not noted. Copies made without the files' times may look so."""
+    for path in folder.iterdir():
+        if path.is_file() and not path.match("tensorhub_rank_*") and path.stat().st_mtime_ns > noted_at + SKEW_NS:
+            raise UsageError(f"{path.name} was written after {NOTE.format(rank=0)}, which is of a former checkpoint")
 
 
 def _write(held: Iterable[Held], fetched: Fetched) -> None:

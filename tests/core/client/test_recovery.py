@@ -5,6 +5,7 @@ Ranks are threads, which agree as processes do: each waits for what the others g
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from client_stage import until
 
 from tensorhub_plugins.core import Client, Publisher, SourceLost, Turns, contiguous_spec, held_run
 from tensorhub_plugins.core.client.parts import AllHeld, Held
-from tensorhub_plugins.core.client.recovery import Recovery
+from tensorhub_plugins.core.client.recovery import SKEW_NS, Recovery
 
 RANKS = 2
 TIMEOUT_S = 20.0
@@ -108,8 +109,10 @@ class Life:
         self.each(lambda rank: self.recovery(rank).note(folder))
 
     def resume(self, folder: Path, timeout_s: float = TIMEOUT_S) -> bool:
-        (done, other) = self.each(lambda rank: self.recovery(rank).resume(folder, timeout_s))
-        assert done is other, "the ranks do not agree"
+        each = [self.recovery(rank) for rank in range(RANKS)]
+        (done, other) = self.each(lambda rank: each[rank].resume(folder, timeout_s))
+        assert done is other and each[0].is_mixed is each[1].is_mixed, "the ranks do not agree"
+        self.is_mixed = each[0].is_mixed
         return bool(done)
 
     def has(self, seed: int | None, *dtypes: torch.dtype) -> bool:
@@ -157,11 +160,11 @@ def test_the_newest_are_taken_where_that_is_asked_for_and_it_is_said_what_is_mix
     address: str, killed: Path, keeper: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     with life(address, "latest") as second:
-        assert second.resume(killed) and second.has(5)
+        assert second.resume(killed) and second.has(5) and second.is_mixed
         assert "are the checkpoint's, and OLDER than these weights" in caplog.text
         caplog.clear()
         keeper.withdraw(5)
-        assert second.of(None).resume(killed) and second.has(4)  # those of the checkpoint: nothing is mixed
+        assert second.of(None).resume(killed) and second.has(4) and not second.is_mixed  # those of the checkpoint
         assert "OLDER" not in caplog.text
 
 
@@ -244,6 +247,21 @@ def test_without_a_good_note_the_checkpoint_is_loaded(
     with life(address, mode) as second:
         assert not second.resume(killed) and second.has(None)
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["resumed_step", "latest"])
+def test_a_note_of_a_former_checkpoint_in_the_same_folder_is_not_taken(
+    address: str, killed: Path, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    """As when a run without notes, or one that was killed before it had left them, saves that step anew."""
+    saved, noted_at = killed / "weights.pt", (killed / "tensorhub_rank_0.json").stat().st_mtime_ns
+    saved.write_bytes(b"other weights")
+    with life(address, mode) as second:
+        for later, is_taken in ((SKEW_NS + 1, False), (SKEW_NS, True)):
+            os.utime(saved, ns=(noted_at + later, noted_at + later))
+            assert second.resume(killed) == is_taken
+            assert ("weights.pt was written after tensorhub_rank_0.json" in caplog.text) != is_taken
+            caplog.clear()
 
 
 def test_where_one_rank_gets_nothing_no_rank_writes(
