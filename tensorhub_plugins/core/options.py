@@ -89,6 +89,7 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     engine_timeout_s: float = 60.0  # an engine that served and has not answered for so long is restarted
     staleness_s: float | None = None  # an engine without contact to the hub for longer takes no new work
     pull_until: int | None = None  # the last step whose weights engines take, for experiments with staleness
+    recover_weights: RecoverWeights = "off"  # of a run that resumes: not from its checkpoint, see client/recovery.py
     allow_untested: bool = False  # run with versions of the framework and of vLLM that were not tested
     # How many replicas a run has, see vllm/ray/fleet.py. External servers do not count.
     fleet_min: int = 1  # so many others must be ready before one that is drained by name leaves

@@ -24,7 +24,7 @@ from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
 from tensorhub_plugins.vllm.lora import RANKS, history_of
 from tensorhub_plugins.vllm.model_size import model_of
-from tensorhub_plugins.vllm.outlook import check_number, is_meant
+from tensorhub_plugins.vllm.outlook import check_number, is_meant, recovery_summary
 
 FLAG = "--vllm.sync_backend"
 NAME = "tensorhub"
@@ -32,6 +32,7 @@ TRAINER = "trainer"  # the replica that publishes
 ELEMENT_SIZE_BYTES = 2  # OpenRLHF runs vLLM, and trains, in bfloat16
 TESTED_OPENRLHF = ("0.11.2",)  # the adapter reaches into parts that change without notice: only what was run counts
 TESTED_VLLM = names.run_with("openrlhf")
+RECOVERED_STAGES = (1, 2)  # of ZeRO, whose weights a run that resumes can take from the store
 COLOCATED = (
     "with --train.colocate_all trainer and engines share their GPUs, and OpenRLHF hands the weights over inside them "
     "(CUDA IPC): the store is not used"
@@ -142,11 +143,35 @@ def check_arguments(args: Any) -> None:
     """Refuse combinations that could not work, with OpenRLHF's parsed arguments."""
     for refusal in refusals(args):
         raise UsageError(refusal)
+    check_recovery(parse(args.vllm.sync_backend), args)
     if is_colocated(args.train.colocate_all, args.train.async_enable):
         raise UsageError(
             "colocated engines get their weights inside the GPU: write --train.colocate_all in full so that "
             "OpenRLHF's own path is taken, or use engines of their own"
         )
+
+
+def check_recovery(given: Options, args: Any) -> str:
+    """Return where a run that resumes has its weights from; "" where that is as ever. Raise UsageError where the
+    checkpoint would be loaded each time."""
+    mode = given.recover_weights
+    if mode == "off":
+        return ""
+    if given.hub is None or given.run is None:
+        why = f"the run's own hub ends with it: write {FLAG} '{NAME}://HOST:PORT?run=NAME&recover_weights={mode}'"
+    elif args.ds.lora.rank > 0:
+        why = "an adapter is small: its checkpoint is loaded"
+    elif args.ds.zero_stage not in RECOVERED_STAGES:
+        is_cut = args.ds.zero_stage == 3
+        what = "makes the weights of float32 masters" if is_cut else "has one file of weights and of float32 masters"
+        why = f"with --ds.zero_stage {args.ds.zero_stage} DeepSpeed {what}, which only the checkpoint has: use 2"
+    elif args.ds.use_universal_ckpt:
+        why = "--ds.use_universal_ckpt loads float32 masters, and makes the weights of them: leave that out"
+    elif args.ckpt.disable_ds:
+        why = "--ckpt.disable_ds leaves nothing to resume from: leave that out"
+    else:
+        return recovery_summary(mode, retains=given.retain is not None)
+    raise UsageError(f"{FLAG} ...recover_weights={mode} would do nothing: {why}, or leave it out")
 
 
 def wrong_numbers(args: Any) -> Iterator[str]:

@@ -80,6 +80,7 @@ def look(outlook: Outlook, arguments: Sequence[str]) -> None:
     outlook.ask(_check_apart, args)
     for refusal in config.refusals(args):
         outlook.refuse(refusal)
+    outlook.tell(config.check_recovery, options, args)
     paths = [(f"--{name}", one) for name in PATHS for one in str(attrgetter(name)(args) or "").split(",")]
     paths += [("--reward.remote_url", one) for one in args.reward.remote_url or () if one.endswith(".py")]
     outlook.ask(

@@ -10,7 +10,9 @@ mean a class of the sender's process: what uses super() there is overridden here
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -19,9 +21,18 @@ import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import ppo_actor
 
-from tensorhub_plugins.core import Held, Publisher, TensorSpec, contiguous_spec, release_cached_memory, version_of
+from tensorhub_plugins.core import (
+    Held,
+    Publisher,
+    Recovery,
+    TensorSpec,
+    contiguous_spec,
+    of_all_ranks,
+    release_cached_memory,
+    version_of,
+)
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.openrlhf import config, parts
+from tensorhub_plugins.openrlhf import config, parts, recovery
 from tensorhub_plugins.openrlhf.routing import SamplesGenerator
 from tensorhub_plugins.openrlhf.versions import figures_of, staleness
 from tensorhub_plugins.vllm import checkpoint_names
@@ -50,9 +61,17 @@ class PolicyModelActor(_Policy):
     def init_model_from_pretrained(
         self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: Any = None
     ) -> None:
+        options = config.parse(strategy.args.vllm.sync_backend)
+        if options.recover_weights != "off":  # it is loaded as soon as there is a model, in the middle of the next call
+            strategy.load_ckpt = partial(self._load, strategy.load_ckpt, options)
         # Without engines OpenRLHF makes no process group with them.
         super().init_model_from_pretrained(strategy, pretrain, max_steps, None)
-        options = config.parse(strategy.args.vllm.sync_backend)
+        if not hasattr(self, "_publisher"):
+            self._connect(options)
+
+    def _connect(self, options: config.Options) -> None:
+        """Make this rank's publisher of the model, which is there."""
+        strategy = self.strategy
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         client = connect(
             options,
@@ -86,6 +105,26 @@ class PolicyModelActor(_Policy):
             in_background=options.in_background,
             device_room_bytes=options.device_room_bytes,
         )
+        self._recovery = Recovery(
+            self._publisher,
+            options.recover_weights,
+            weights=self._gathered,
+            held=lambda: recovery.held_whole(module, self._steps),
+            by_parts=False,
+            gather=of_all_ranks,
+        )
+
+    def _load(self, load_ckpt: Any, options: config.Options, engine: Any, path: str) -> Any:
+        """Stand for OpenRLHF's way to load a checkpoint: the weights come from the store if they can."""
+        self._connect(options)
+        if not self._recovery.resume(recovery.folder_of(path), options.timeout_s):
+            return load_ckpt(engine, path)
+        return recovery.load_rest(engine, path, self._steps, is_mixed=self._recovery.is_mixed)
+
+    def save_checkpoint(self, tag: str, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(tag, *args, **kwargs)
+        if not self.disable_ds_ckpt:
+            self._recovery.note(os.path.join(self.strategy.args.ckpt.path, "_actor", tag))
 
     def tensorhub_begin(self, step: int) -> int:
         """Begin an attempt on every rank, before anything is generated. Return the attempt."""

@@ -14,7 +14,7 @@ import omegaconf
 
 from tensorhub_plugins.core import UsageError, options, run_log
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.core.options import RecoverWeights, TrainingOptions
+from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
 
 logger = get_logger(__name__)
@@ -45,7 +45,6 @@ class Options(TrainingOptions, frozen=True, kw_only=True):
     pause_mode: Literal["keep", "wait", "abort"] = "keep"  # requests in flight during an installation
     recompute: bool = True  # after it: drop all KV of the old weights (False keeps it: faster, and no longer exact)
     spans: Literal["auto", "split", "oldest"] = "auto"  # how samples of several versions are reported: versions.py
-    recover_weights: RecoverWeights = "off"  # of a run that resumes: not from its checkpoint, see recovery.py
     replica_timeout_s: float = 15.0  # a replica that has not answered for this long gets no requests
 
 

@@ -101,6 +101,7 @@ def arguments(**changes: object) -> SimpleNamespace:
         **dict.fromkeys(config.NUMBERS, 1),
         "actor.model_name_or_path": "m",
         "vllm.num_engines": 2,
+        "vllm.sync_backend": "tensorhub",
         "train.colocate_all": False,
         "train.async_enable": False,
         "ds.lora.rank": 0,
@@ -127,6 +128,45 @@ def test_combinations_that_work_pass() -> None:
     lora = arguments(**{"ds.lora.rank": 512, "vllm.sync_backend": "tensorhub:?model=m&timeout_s=9"})
     config.check_arguments(lora)
     assert config.settled(config.parse(lora.vllm.sync_backend), lora).model == "m.lora"
+
+
+RECOVERS = {"ds.zero_stage": 2, "ds.use_universal_ckpt": False, "ckpt.disable_ds": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "sentence"),
+    [
+        ("", {"ds.zero_stage": 3}, None),
+        ("//h:1?run=r&recover_weights=resumed_step", {}, "takes the weights of its checkpoint from workers.*LOOK"),
+        ("//h:1?run=r&recover_weights=latest&retain_copies=2", {}, "the NEWEST weights .* OLDER .*nobody does$"),
+    ],
+)
+def test_where_a_run_that_resumes_has_its_weights_from(
+    given: str, changes: dict[str, object], sentence: str | None
+) -> None:
+    said = config.check_recovery(config.parse(f"tensorhub:{given}"), arguments(**{**RECOVERS, **changes}))
+    assert re.search(sentence, said) if sentence else said == ""
+
+
+@pytest.mark.parametrize("mode", ["resumed_step", "latest"])
+@pytest.mark.parametrize(
+    ("given", "changes", "sentence"),
+    [
+        ("//h:1?run=r&", {"ds.zero_stage": 3}, "with --ds.zero_stage 3 DeepSpeed makes the weights of .*: use 2"),
+        ("//h:1?run=r&", {"ds.zero_stage": 0}, "with --ds.zero_stage 0 DeepSpeed has one file of .*: use 2"),
+        ("//h:1?run=r&", {"ds.lora.rank": 8}, "an adapter is small"),
+        ("//h:1?run=r&", {"ds.use_universal_ckpt": True}, "--ds.use_universal_ckpt loads float32 masters"),
+        ("//h:1?run=r&", {"ckpt.disable_ds": True}, "--ckpt.disable_ds leaves nothing to resume from"),
+        ("//h:1?", {}, "the run's own hub ends with it: write .*//HOST:PORT.run=NAME&recover_weights="),
+        ("?run=r&", {}, "the run's own hub ends with it"),
+    ],
+)
+def test_a_checkpoint_that_would_be_loaded_all_the_same_is_refused_at_the_start(
+    mode: str, given: str, changes: dict[str, object], sentence: str
+) -> None:
+    flag = {"vllm.sync_backend": f"tensorhub:{given}recover_weights={mode}"}
+    with pytest.raises(UsageError, match=f"recover_weights={mode} would do nothing: {sentence}"):
+        config.check_arguments(arguments(**{**RECOVERS, **flag, **changes}))
 
 
 @pytest.mark.parametrize(

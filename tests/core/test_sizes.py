@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 4_170,
-    "core/client": 5_680,
+    "core/client": 5_700,
     "core/deltas": 660,
     "core/hub": 5_500,
     "core/kernels": 560,
@@ -22,7 +22,7 @@ CEILINGS = {
     "core/security": 720,
     "core/transfer": 1_947,
     "core/transports": 7_325,
-    "openrlhf": 2_400,
+    "openrlhf": 2_480,
     "verl": 4_020,
     "vllm": 8_920,
     "vllm/doctor": 860,
