@@ -22,6 +22,7 @@ from tensorhub_plugins.core.types import DOMAINS_MAX, Across
 DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp", "tls")
 
 PORT_MAX = 65535  # ZeroMQ takes port 99999 and uses another
+SPARES_MAX = 64  # of one run, each with the resources of a replica
 FLEET_MAX = 1024  # replicas of one run; its dispatcher reports them all every second
 # name, or name:number,...; a name without a dot is a built-in one
 POLICY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:-?\d+(\.\d+)?(,-?\d+(\.\d+)?)*)?")
@@ -95,6 +96,7 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     fleet_min: int = 1  # so many others must be ready before one that is drained by name leaves
     fleet_max: int = FLEET_MAX  # replicas, whatever the target or a policy says
     fleet_target: int | None = None  # None: as many as the framework has started
+    fleet_spares: int = 0  # started beyond that, without weights or requests, for the next one to join
     # What sets the target instead: constant:4, free_resources, queue_length:16, or yours: package.module.function
     fleet_policy: str | None = None
 
@@ -215,7 +217,7 @@ def check_training(
     check_store(given, where=where)
     common = {"keep": (1, 64), "restarts": (0, 1000), "timeout_s": (0.1, 86_400), "fleet_min": (1, FLEET_MAX)}
     common |= {"engine_timeout_s": (1, 86_400), "retain_copies": (1, DOMAINS_MAX)}
-    common["fleet_max"] = (given.fleet_min, FLEET_MAX)
+    common |= {"fleet_max": (given.fleet_min, FLEET_MAX), "fleet_spares": (0, SPARES_MAX)}
     if given.fleet_target is not None:
         common["fleet_target"] = (given.fleet_min, given.fleet_max)
     check_limits(given, {**common, **(limits or {})}, where=where)

@@ -171,13 +171,13 @@ def tell(outlook: Outlook, options: Options, args: Any, needs: Mapping[str, int]
         outlook.tell(memory_summary, options, model, "each worker of an engine", slice_, tp)
         if engines > 1:
             outlook.said.append(BESIDE)
+    spares = f", {options.fleet_spares} more as spares" if options.fleet_spares else ""
     if options.fleet_policy is not None:
         target = f"as many as {options.fleet_policy} says"
     else:
         target = count(options.fleet_target or engines, "engine")
-    outlook.said.append(
-        f"fleet: {target}, at least {options.fleet_min}, at most {options.fleet_max}; `tensorhub fleet` adds and drains"
-    )
+    bounds = f"at least {options.fleet_min}, at most {options.fleet_max}{spares}"
+    outlook.said.append(f"fleet: {target}, {bounds}; `tensorhub fleet` adds and drains")
     if args.eval.dataset:
         outlook.said.append("evaluation: every engine stays with one version until the end of it")
     if args.vllm.sync_with_ray:

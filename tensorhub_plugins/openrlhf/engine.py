@@ -8,6 +8,7 @@ partial rollout with all tokens there are (journal.py).
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import uuid
 from collections.abc import Callable
@@ -46,17 +47,22 @@ _Stock: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class.__ray_
 class TensorHubEngine(_Stock):
     """`tensorhub`: {"backend": the flag's value, "engine": number, "partial": requests outlive an update, "sync": the
     trainer waits for the samples of its newest version, "lora": the rank of the adapter that it follows over weights
-    from disk; 0: it follows weights, "joins": it starts from a peer's weights if one has any}."""
+    from disk; 0: it follows weights,
+    "joins": it starts from a peer's weights if one has any, "spare": or from none, and follows when it is told to}."""
 
     executor: Any
+    is_spare = _was_spare = False
 
     async def __init__(self, *args: Any, tensorhub: dict[str, Any], **kwargs: Any) -> None:  # type: ignore[misc]
         self.options, name = config.parse(tensorhub["backend"]), f"rollout-{tensorhub['engine']}"
         kwargs["worker_extension_cls"] = EXTENSION
         rank = tensorhub["lora"]
+        self.is_spare = self._was_spare = tensorhub.get("spare", False)
         worker = worker_config(self.options, replica=name, adapter=rank > 0)
         if rank:
             kwargs |= engine_arguments(rank)
+        elif self.is_spare:
+            kwargs["load_format"] = "dummy"
         elif tensorhub["joins"]:
             kwargs["load_format"] = config.NAME
             kwargs["model_loader_extra_config"] = {**worker, "disk": "fallback"}
@@ -82,9 +88,15 @@ class TensorHubEngine(_Stock):
             staleness_s=self.options.staleness_s,
         )
         self.owned.keep()
-        await self.owned.follow(worker, known, how)
-        self.owned.keep(self.owned.watch())
-        await self.owned.caught_up()
+        self._follow = functools.partial(self.owned.follow, worker, known, how)
+        if not self.is_spare:
+            await self._follow()
+            self.owned.keep(self.owned.watch())
+            await self.owned.caught_up()
+
+    async def _join(self) -> None:
+        await self._follow()
+        await self.owned.watch()
 
     def _has_version(self) -> bool:
         return self.owned.status.version > 0
@@ -100,8 +112,8 @@ class TensorHubEngine(_Stock):
         """
         if self.is_leaving:
             return GivenBack(journals)
-        if self.owned.status.why_not:
-            raise EngineLost(self.owned.status.why_not)
+        if self._why_not():
+            raise EngineLost(self._why_not())
         kept = Journals(journals, num_samples) if self.is_partial else None
         async with self.owned.answering(min_version):
             return await self._samples(kept, num_samples, **kwargs)
@@ -170,9 +182,15 @@ class TensorHubEngine(_Stock):
         """Answer our generator, which asks all the time; EngineLost when this actor is about to end."""
         if self.owned.lifeline.is_dying:
             raise EngineLost(f"{self.worker}: its vLLM is dead")
-        why = self.owned.status.why_not
-        requests_max = self.llm.vllm_config.scheduler_config.max_num_seqs
-        return self.owned.heartbeat(ready=not why, why=why, requests_max=requests_max)
+        why, requests_max = self._why_not(), self.llm.vllm_config.scheduler_config.max_num_seqs
+        return self.owned.heartbeat(ready=not why, why=why, requests_max=requests_max, spare=self.is_spare)
+
+    def _why_not(self) -> str:
+        """Return why it takes no new work; "": it does."""
+        status = self.owned.status
+        if self._was_spare and not (status.version and status.has_caught_up):
+            return f"{self.worker} has no weights yet"
+        return status.why_not
 
     async def tensorhub_hold(self, version: int) -> int:
         return await self.owned.hold(version)
@@ -181,6 +199,12 @@ class TensorHubEngine(_Stock):
         await self.owned.release()
 
     # --- what the fleet asks for --------------------------------------------------------------------------------------
+
+    async def tensorhub_join(self) -> None:
+        """Begin to follow, where this is a spare."""
+        if self.is_spare:
+            self.is_spare = False
+            self.owned.keep(self._join())
 
     async def tensorhub_give_back(self) -> None:
         """Give back what is under way, as this engine has to leave."""

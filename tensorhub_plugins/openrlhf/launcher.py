@@ -55,12 +55,16 @@ class EngineLauncher:
         vacant = 0 if avoid else len(self.vacant)  # where they are is not known, see `_place`
         return vacant + room.slots(self.bundles, avoid=avoid, same_node=False)
 
-    async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
+    async def start(self, name: str, rank: int, avoid: Collection[str], spare: bool = False) -> Any:
         self.places[name] = strategy, indices = await self._place(name, avoid)  # first: it is counted on
         engine = await asyncio.to_thread(import_module, "tensorhub_plugins.openrlhf.engine")  # imports vLLM: seconds
         arguments = {**self.arguments, "seed": self.arguments["seed"] + rank, "bundle_indices": indices}
         made = ray.remote(engine.TensorHubEngine).options(**self.actor_options, scheduling_strategy=strategy)
-        return made.remote(**arguments, tensorhub={**self.tensorhub, "engine": rank, "joins": True})
+        own = {"engine": rank, "joins": True, "spare": spare}
+        return made.remote(**arguments, tensorhub={**self.tensorhub, **own})
+
+    async def join(self, name: str, handle: Any) -> None:
+        await handle.tensorhub_join.remote()
 
     async def start_external(self, name: str, url: str) -> Any:
         external = await asyncio.to_thread(import_module, "tensorhub_plugins.openrlhf.external")

@@ -485,7 +485,8 @@ def check_fleet(options: Options, rollout: Any) -> str:
         why = f"the router of rollout.router_config_path={router} knows no fleet: leave that out"
     else:
         target = options.fleet_policy or options.fleet_target or "as many replicas as verl starts"
-        bounds = f"at least {options.fleet_min}, at most {options.fleet_max}"
+        spares = f", {options.fleet_spares} more as spares" if options.fleet_spares else ""
+        bounds = f"at least {options.fleet_min}, at most {options.fleet_max}{spares}"
         return f"fleet: {target}, {bounds}; `tensorhub fleet` adds and drains"
     asked = [name for name in FLEET if getattr(options, name) != getattr(Options(), name)]
     if asked:

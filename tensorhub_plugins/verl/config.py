@@ -31,7 +31,7 @@ WAY_OUT = f"set {WHERE}.allow_untested=true"
 
 MERGE = "set actor_rollout_ref.model.lora.merge=true so that the trainer merges the adapter before it publishes"
 ROUTER = Path(__file__).with_name("router.yaml")  # a path, because verl opens it by one
-FLEET = ("fleet_min", "fleet_max", "fleet_target", "fleet_policy")
+FLEET = ("fleet_min", "fleet_max", "fleet_target", "fleet_spares", "fleet_policy")
 DTYPES = ("bfloat16", "float16", "float32")
 
 

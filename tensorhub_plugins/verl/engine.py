@@ -45,6 +45,7 @@ class TensorHubServer(vLLMHttpServer):
     """With hybrid replicas (they share the trainer's GPUs and get weights by verl's own way) it is verl's server."""
 
     global_steps: int | None  # of hybrid replicas
+    is_spare = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,6 +56,9 @@ class TensorHubServer(vLLMHttpServer):
         self._gives_back = False  # this replica leaves the run
         self._owned: OwnedEngine | None = None  # once there is an engine
         self._launch: asyncio.Task[None] | None = None
+        self._joins = asyncio.Event()
+        if not self.is_spare:
+            self._joins.set()
 
     @property
     def follows(self) -> bool:
@@ -110,9 +114,13 @@ class TensorHubServer(vLLMHttpServer):
             except TensorHubError as error:
                 logger.warning("%s: no hub yet: %s", self.worker, error)
                 await asyncio.sleep(1.0)
-        await asyncio.to_thread(visitor.close)
+        await asyncio.gather(asyncio.to_thread(visitor.close), self._joins.wait())
         await owned.follow(self._joining(options), known, how)
         await owned.watch()
+
+    async def tensorhub_join(self) -> None:
+        """Begin to follow, where this is a spare."""
+        self._joins.set()
 
     async def _store(self, *, hub_timeout_s: float = START_TIMEOUT_S) -> tuple[config.Options, str | None]:
         """Return the options with what is known of the store by now, and its secret; wait for its hub until then."""
@@ -174,6 +182,7 @@ class TensorHubServer(vLLMHttpServer):
             # verl itself puts hybrid replicas to sleep.
             "engine_timeout_s": self.options.engine_timeout_s if self.follows else math.inf,
             "why": self._why_not(),
+            "spare": owned is not None and not self._joins.is_set(),
         }
         if owned is None:  # verl itself puts hybrid replicas in and out of rotation
             version = 0 if self.global_steps is None else version_of_step(self.global_steps)
@@ -215,3 +224,10 @@ class TensorHubServer(vLLMHttpServer):
     async def set_global_steps(self, global_steps: int) -> None:
         if not self.follows:
             await super().set_global_steps(global_steps)
+
+
+class SpareServer(TensorHubServer):
+    """A server that holds dummy weights and follows nothing until `tensorhub_join`; so does one that Ray has started
+    again."""
+
+    is_spare = True

@@ -45,23 +45,36 @@ class VerlLauncher:
         self._unwanted: set[str] = set()
         self._joined: set[str] = set()  # since the run began, external servers among them
         self._left: set[str] = set()  # of these, and of verl's own
+        self._spares: set[str] = set()  # which count for nothing
         self._reserving = asyncio.Lock()  # replicas of several nodes, begun together, do not take a part each
 
-    async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
+    async def start(self, name: str, rank: int, avoid: Collection[str], spare: bool = False) -> Any:
         """Start a replica; return its server actor, once the engine runs."""
         if not await asyncio.to_thread(self.slots, avoid):
             raise UsageError(f"no node has room for another replica, which takes {self._bundles()} on one node")
         async with self._reserving:
             groups = await asyncio.to_thread(self._reserve, name, rank, avoid)
-        replica = await self._replica(rank, groups)
+        replica = await self._replica(rank, groups, spare)
         self._replicas[name] = replica
         try:
             await asyncio.to_thread(self._init, name, replica)
         except Exception as error:
             raise TensorHubError(f"the engine did not start: {_last_line(error)}") from error
+        if spare:
+            self._spares.add(name)
+        else:
+            await self._count(name)
+        return replica.servers[0]
+
+    async def join(self, name: str, handle: Any) -> None:
+        """Have a spare follow."""
+        await handle.tensorhub_join.remote()
+        self._spares.discard(name)
+        await self._count(name)
+
+    async def _count(self, name: str) -> None:
         self._joined.add(name)
         await self._limit()
-        return replica.servers[0]
 
     def _reserve(self, name: str, rank: int, avoid: Collection[str]) -> list[Any]:
         """Reserve one placement group a node, called as verl calls it; all or none."""
@@ -74,7 +87,7 @@ class VerlLauncher:
             if name in self._unwanted:  # meanwhile: what this returns is not used
                 give_back(name)
 
-    async def _replica(self, rank: int, groups: list[Any]) -> Any:
+    async def _replica(self, rank: int, groups: list[Any], spare: bool) -> Any:
         from verl.workers.rollout.replica import RolloutReplicaRegistry
 
         root = copy.deepcopy(self._root)
@@ -90,7 +103,7 @@ class VerlLauncher:
                 rollout.gpu_memory_utilization = memory
         replica_class: Any = RolloutReplicaRegistry.get(ROLLOUT)
         gpus = rollout.n_gpus_per_node
-        return replica_class(rank, rollout, root.actor_rollout_ref.model, gpus, groups=groups)
+        return replica_class(rank, rollout, root.actor_rollout_ref.model, gpus, groups=groups, spare=spare)
 
     async def _known(self) -> Options:
         """Return the options with the hub and the run's name, which the first replicas have found for themselves."""
@@ -112,8 +125,7 @@ class VerlLauncher:
         spans = reported_as(options.spans, self._root.actor_rollout_ref.rollout)
         options = msgspec.structs.replace(options, spans=spans)
         handle = await external.ExternalServer.start(name, url, options, rollout, expected)
-        self._joined.add(name)
-        await self._limit()
+        await self._count(name)
         return handle
 
     def _expected(self) -> Any:
@@ -137,7 +149,7 @@ class VerlLauncher:
         if not is_external(name):
             await asyncio.to_thread(give_back, name)
         self._replicas.pop(name, None)
-        if handle is not None:
+        if handle is not None and name not in self._spares:
             self._left.add(name)
         await self._limit()
 

@@ -16,7 +16,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
 from tensorhub_plugins.verl import checks, null_worker, placeholder
 from tensorhub_plugins.verl import config as configuration
-from tensorhub_plugins.verl.engine import TensorHubServer
+from tensorhub_plugins.verl.engine import SpareServer, TensorHubServer
 from tensorhub_plugins.verl.launcher import COLOCATED, VerlLauncher
 from tensorhub_plugins.verl.versions import reported_as
 from tensorhub_plugins.vllm.ray import fleet
@@ -26,10 +26,17 @@ class TensorHubReplica(vLLMReplica):
     workers: list[Any]
 
     def __init__(
-        self, replica_rank: int, config: Any, model_config: Any, *args: Any, groups: Any | None = None, **kwargs: Any
+        self,
+        replica_rank: int,
+        config: Any,
+        model_config: Any,
+        *args: Any,
+        groups: Any | None = None,
+        spare: bool = False,
+        **kwargs: Any,
     ) -> None:
-        """Make a replica. groups: placement groups, one a node, of a replica that the fleet adds to a run
-        (launcher.py)."""
+        """Make a replica. groups: placement groups, one a node, of a replica that the fleet adds to a run; spare: one
+        that follows when it is told to (launcher.py)."""
         super().__init__(replica_rank, config, model_config, *args, **kwargs)
         self._placeholders: list[Any] = []
         if self.is_reward_model or self.is_teacher_model:
@@ -51,7 +58,7 @@ class TensorHubReplica(vLLMReplica):
         engine.engine_kwargs[configuration.BACKEND] = {**given, "spans": spans}
         # The servers of a replica that spans nodes start together or not at all.
         restarts = options.restarts if self.nnodes == 1 else 0
-        self.server_class = ray.remote(max_restarts=restarts)(TensorHubServer)
+        self.server_class = ray.remote(max_restarts=restarts)(SpareServer if spare else TensorHubServer)
 
     async def init_hybrid(self, worker_group: Any) -> None:
         """Start on the trainer's GPUs, where verl hands the weights over itself."""

@@ -29,7 +29,7 @@ from tensorhub_plugins.verl.load import Load
 from tensorhub_plugins.vllm.ray import figures
 from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
-from tensorhub_plugins.vllm.ray.members import Failure, Heartbeat, Member, Members
+from tensorhub_plugins.vllm.ray.members import JOIN_INTERVAL_S, Failure, Heartbeat, Member, Members
 from tensorhub_plugins.vllm.ray.reporting import Reporter
 
 logger = get_logger(__name__)
@@ -245,6 +245,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                 said = repr(error)
             if self._hurry.is_set():
                 await asyncio.sleep(HURRY_INTERVAL_S)
+            elif member.is_joining:
+                await asyncio.sleep(JOIN_INTERVAL_S)
             else:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._hurry.wait(), HEARTBEAT_INTERVAL_S)
@@ -316,7 +318,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
 
     def seen(self) -> Reported:
         """Return what the fleet is told."""
-        return self.members.seen(self._load.count, self._waiting)
+        return self.members.seen(self._load.count, self._waiting, now=time.monotonic())
 
     def apply(self, told: Collection[str], roster: Sequence[Entry]) -> None:
         """Apply the roster. What has left is asked no more: what it still has is asked elsewhere, and nothing of it is

@@ -28,12 +28,15 @@ class Launcher:
         self.room, self.error, self.may_start = 9, "", asyncio.Event()
         self.may_start.set()
 
-    async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
-        self.did.append(("start", name))
+    async def start(self, name: str, rank: int, avoid: Collection[str], spare: bool = False) -> Any:
+        self.did.append(("start a spare" if spare else "start", name))
         await self.may_start.wait()
         if self.error:
             raise RuntimeError(self.error)
         return f"handle of {name}"
+
+    async def join(self, name: str, handle: Any) -> None:
+        self.did.append(("join", name, handle))
 
     async def start_external(self, name: str, url: str) -> Any:
         self.did.append(("external", name, url))
@@ -303,6 +306,50 @@ def test_the_list_is_a_table() -> None:
         "rollout-1   joined    gone      9        0          10.0.0.2              5 s     its node 10.0.0.2 is lost",
         "target 2, set by queue_length:16, 1 ready; fleet_min 1, fleet_max 4; room for 1 more; 7 requests wait",
     ]
+
+
+def test_the_list_shows_spares_and_counts_them_nowhere() -> None:
+    members = (Member("r0", "first", "ready", 12, 3, "a", 1.0, ""), Member("r1", "spare", "spare", 0, 0, "b", 2.0, ""))
+    view = View((*members, Member("r2", "spare", "starting", 0, 0, "", 3.0, "")), (), 1, 1, 4, 0, 0, "", spares=2)
+    *_, row, _, said = fleet_cli.text(view).splitlines()
+    assert row.split() == ["r1", "spare", "spare", "-", "0", "b", "2", "s"]
+    assert said == "target 1, 1 ready, 1 of 2 spares; fleet_min 1, fleet_max 4; room for 0 more; 0 requests wait"
+    assert view.count("ready", "starting", "spare") == 1
+
+
+def test_a_spare_is_started_told_to_join_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, float]] = []
+    monkeypatch.setattr(fleet_actor.Gauges, "set", lambda self, figures: shown.append(figures))
+    monkeypatch.setattr(fleet_actor.room, "is_wanted", lambda: False)
+
+    async def story(stage: Stage) -> None:
+        def waits(name: str) -> Seen:
+            return Seen(name, f"handle of {name}", "n1", spare=True)
+
+        await stage.report("rollout-0")
+        await stage.until(lambda: ("start a spare", "rollout-1") in stage.launcher.did)
+        await stage.until(lambda: stage.actor._state.members["rollout-1"].handle)
+        first = Seen("rollout-0", "handle of rollout-0", "n1", ready=True, version=1)
+        roster = opened(await stage.actor.report(sealed([first, waits("rollout-1")])))
+        assert [(entry.name, entry.kind) for entry in roster] == [("rollout-0", "first"), ("rollout-1", "spare")]
+        await stage.until(lambda: shown and shown[-1] == {"tensorhub/replicas/spare": 1.0})
+        assert await stage.actor.add(1) == ("the target is 2, it was 1; rollout-1 joins, a spare", False)
+        await stage.until(lambda: ("join", "rollout-1", "handle of rollout-1") in stage.launcher.did)
+        await stage.until(lambda: shown[-1] == {"tensorhub/replicas/spare": 0.0})
+        # The fleet's actor is killed, and what it was told meanwhile is not lost.
+        stage.actor = stage.new_actor()
+        await stage.actor.report(sealed([first, waits("rollout-1")]))
+        await stage.until(lambda: stage.launcher.did.count(("join", "rollout-1", "handle of rollout-1")) == 2)
+
+    play(story, monkeypatch, fleet_spares=1)
+    shown.clear()
+
+    async def without(stage: Stage) -> None:
+        await stage.report("rollout-0")
+        await stage.until(lambda: stage.actor._state.slots)
+
+    play(without, monkeypatch)
+    assert not shown
 
 
 def test_the_list_says_what_versions_are_once_a_trainer_has_started_again() -> None:

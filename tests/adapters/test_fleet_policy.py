@@ -25,6 +25,9 @@ def test_the_shipped_ones() -> None:
     free = load("free_resources")
     assert free(view("ready", "starting", "lost", "draining", "stopping", slots=2)) == 5
     assert free(view("ready", kind="external", slots=2)) == 2
+    # Spares are kept room for, and are neither counted nor made room for at the cost of a replica.
+    assert [free(view("ready", slots=slots, spares=2)) for slots in (0, 1, 2, 3)] == [1, 1, 1, 2]
+    assert free(view("starting", "spare", "stopping", kind="spare", slots=1, spares=2)) == 1
 
 
 def test_the_queue_makes_the_fleet_grow_at_once_and_shrink_with_patience() -> None:

@@ -16,6 +16,7 @@ from fleet_run import Run, cluster, pid_of, wait  # noqa: E402
 
 from tensorhub_plugins.core import UsageError  # noqa: E402
 from tensorhub_plugins.vllm.ray import fleet, preemption  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet_cli import text  # noqa: E402
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
 
@@ -118,3 +119,39 @@ def test_nodes_are_lost_and_come_back(events: Path, tmp_path: Path) -> None:
         made.add_node(num_cpus=2, resources={"engine": 3}, env_vars={preemption.VARIABLE: ""})
         wait(lambda: run.fleet.list().count("ready") == 4, lambda: str(run.fleet.list()))
         assert len(run.numbers()["answered"]) == 16
+
+
+@pytest.mark.long
+def test_spares_join_are_replaced_and_give_their_places_up(one_node: Any, tmp_path: Path) -> None:
+    run = Run(1, str(tmp_path / "failures"), fleet_spares=1)
+    run.until(rollout_0="ready", rollout_1="spare")
+    spare = run.pid("rollout-1")
+    assert run.fleet.list().count("starting", "ready") == 1
+    assert "target 1, 1 ready, 1 of 1 spares; " in text(run.fleet.list())
+    assert {ray.get(run.dispatcher.ask.remote(prompt, 0.0)) for prompt in range(10)} == {"rollout-0"}
+    assert run.fleet.add(1) == "the target is 2, it was 1; rollout-1 joins, a spare"
+    run.until(rollout_0="ready", rollout_1="ready", rollout_2="spare")
+    assert run.pid("rollout-1") == spare and run.member("rollout-1").kind == "joined"
+    asked = [run.dispatcher.ask.remote(prompt, 0.1) for prompt in range(10, 20)]
+    assert set(ray.get(asked)) == {"rollout-0", "rollout-1"}
+    # Ray starts it again, as a spare, and it joins again; given up by Ray, the spare takes its place.
+    os.kill(spare, signal.SIGKILL)
+    wait(lambda: run.states().get("rollout-1") == "lost", lambda: str(run.states()))
+    run.until(rollout_0="ready", rollout_1="ready", rollout_2="spare")
+    os.kill(run.pid("rollout-1"), signal.SIGKILL)
+    run.until(rollout_0="ready", rollout_2="ready", rollout_3="spare")
+    # A spare that is killed is replaced, and its fleet's actor knows it after it was killed itself.
+    os.kill(pid_of(run.actor), signal.SIGKILL)
+    run.until(rollout_0="ready", rollout_2="ready", rollout_3="spare")
+    os.kill(run.pid("rollout-3"), signal.SIGKILL)
+    run.until(rollout_0="ready", rollout_2="ready", rollout_4="spare")
+    # Five places, three are in use. What waits for three more gets the spare's.
+    group = ray.util.placement_group([{"engine": 1.0}] * 3)
+    ray.get(group.ready(), timeout=60)
+    assert "something else waits for resources" in run.member("rollout-4").why
+    run.until(rollout_0="ready", rollout_2="ready")
+    wait(lambda: run.fleet.list().slots == 0, lambda: str(run.fleet.list()))
+    assert "1 more will be started later: there is no room now" in run.fleet.add(1)
+    ray.util.remove_placement_group(group)
+    run.until(rollout_0="ready", rollout_2="ready", rollout_5="ready")
+    assert ray.available_resources()["engine"] == 2.0 and len(run.numbers()["answered"]) == 20

@@ -14,7 +14,7 @@ from ray.exceptions import RayError  # noqa: E402
 from tensorhub_plugins.core import DeadlineExceeded  # noqa: E402
 from tensorhub_plugins.vllm.ray import room  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_events import RESERVE_TIMEOUT_S  # noqa: E402
-from tensorhub_plugins.vllm.ray.room import PART_TIMEOUT_S, SLOTS_MAX, count, verdict  # noqa: E402
+from tensorhub_plugins.vllm.ray.room import PART_TIMEOUT_S, SLOTS_MAX, count, needs_a_place, verdict  # noqa: E402
 
 GPU = {"GPU": 1.0, "CPU": 1.0}
 
@@ -128,6 +128,22 @@ def test_what_is_removed_meanwhile_is_not_waited_for(monkeypatch: pytest.MonkeyP
     with pytest.raises(DeadlineExceeded):
         room.reserve_all(["ours:0", "ours:1"], [GPU])
     assert cluster.now < PART_TIMEOUT_S and cluster.groups == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_wanted"),
+    [
+        ({"GPU": 1.0, "CPU": 1.0}, True),
+        ({"GPU": 0.5}, True),
+        ({"CPU": 1.0}, False),  # tasks queue for these all the time
+        ({"CPU": 1.0, "GPU": 0.0, "memory": 1e9}, False),
+        ({"GPU": 9.0}, False),  # no node has so many
+        ({"GPU_group_0123": 1.0}, False),  # its placement group waits, and is counted itself
+        ({}, False),
+    ],
+)
+def test_a_spare_is_in_the_way_of_what_waits_for_an_accelerator(request_: dict[str, float], is_wanted: bool) -> None:
+    assert needs_a_place(request_, [{"CPU": 4.0}, {"GPU": 8.0, "CPU": 4.0}]) is is_wanted
 
 
 @pytest.mark.parametrize(

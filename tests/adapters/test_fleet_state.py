@@ -152,7 +152,7 @@ def test_failing_starts_are_tried_again_later_and_later() -> None:
     name = list(state.members)[-1]
     state.handle(ev.Started(name, "actor"), now)
     state.handle(ev.Reported((seen(name),)), now)
-    assert state.failures == 0
+    assert state.failures["joined"] == 0
 
 
 def test_what_a_start_is_about_to_take_is_nobody_elses() -> None:
@@ -321,7 +321,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 )
 def test_what_is_not_started_at_once_is_said(state: Callable[[], FleetState], words: str) -> None:
     made = state()
-    effects = made.handle(ev.SetTarget(made.wanted + 1 if not made.failures else made.wanted), 0.0)
+    effects = made.handle(ev.SetTarget(made.wanted + 1 if not made.failures["joined"] else made.wanted), 0.0)
     assert words in says(effects)
 
 
@@ -331,11 +331,16 @@ JOINING = (ev.Add(1),)
 MADE = (*JOINING, ev.Started("rollout-2", "handle of rollout-2"))
 READY = (*MADE, ev.Reported((seen("rollout-0"), seen("rollout-1"), seen("rollout-2", "b"))))
 DRAINING = (*READY, ev.Drain("rollout-2", 0.0))
+SPARE = (
+    *(ev.SetTarget(2), ev.Started("rollout-2", "handle of rollout-2")),
+    ev.Reported((seen("rollout-0"), seen("rollout-1"), seen("rollout-2", "b", version=0, ready=False, spare=True))),
+)
 LEAVING = (*DRAINING, ev.Reported((seen("rollout-2", "b", draining=True),)))
 STATES: dict[str, tuple[ev.Event, ...]] = {
     "unknown": (),
     "launching": JOINING,
     "starting": MADE,
+    "spare": SPARE,
     "ready": READY,
     "leaving": (
         *READY,
@@ -357,6 +362,7 @@ EVENTS: list[ev.Event] = [
         for in_flight in (0, 2)
         for draining in (True, False)
     ),
+    ev.Reported((seen("rollout-2", "b", ready=False, spare=True),)),
     ev.Reported(()),
     *(ev.Cluster(nodes, slots) for nodes in (NODES, {"a": "10.0.0.1"}, {}) for slots in (0, 2)),
     ev.Started("rollout-2", "handle of rollout-2"),
@@ -387,7 +393,7 @@ def of_rollout_2(state: FleetState) -> str:
 @pytest.mark.parametrize("late", [False, True])
 def test_every_event_in_every_state(at: str, late: bool) -> None:
     for event in EVENTS:
-        state = fleet(*STATES[at], policy="mine")
+        state = fleet(*STATES[at], policy="mine", spares=int(at == "spare"))
         before, held = of_rollout_2(state), copy.deepcopy(vars(state))
         now = 1e6 if late else 1.0
         try:
@@ -429,6 +435,7 @@ def test_every_event_in_every_state(at: str, late: bool) -> None:
     minimum=st.integers(1, 2),
     maximum=st.integers(2, 6),
     policy=st.sampled_from(["", "mine"]),
+    spares=st.integers(0, 2),
 )
 def test_the_rules_hold_in_every_program(steps: Any, **options: Any) -> None:
     run(steps, **options)
@@ -437,7 +444,7 @@ def test_the_rules_hold_in_every_program(steps: Any, **options: Any) -> None:
 @pytest.mark.slow
 def test_the_rules_hold_in_long_programs() -> None:
     for seed in range(60):
-        run(program(seed, 200), maximum=6, policy="mine" if seed % 2 else "")
+        run(program(seed, 200), maximum=6, policy="mine" if seed % 2 else "", spares=seed % 3)
 
 
 def _forgets_to_stop(self: FleetState, member: _Member, why: str, now: float) -> None:
@@ -466,7 +473,7 @@ def _takes_more_than_there_is(self: FleetState, now: float) -> None:
 
 
 def _is_impatient(self: FleetState, now: float) -> None:
-    self.start_again_at = 0.0
+    self.start_again_at["joined"] = 0.0
     reconcile(self, now)
 
 
@@ -494,7 +501,29 @@ def _leaves_nobody(self: FleetState, now: float) -> None:
 
 def _lets_failures_block(self: FleetState, member: _Member, why: str, now: float) -> None:
     fail(self, member, why, now)
-    self.start_again_at = 1e12
+    self.start_again_at["joined"] = 1e12
+
+
+def _counts_spares(self: FleetState) -> list[_Member]:
+    return [*own(self), *self._spares()]
+
+
+def _keeps_its_spares(self: FleetState, spare: _Member, now: float) -> None:
+    """Start others in their place."""
+
+
+def _tells_spares_once(self: FleetState, member: _Member, seen: Seen, now: float) -> None:
+    heard(self, member, seen, now)
+    self._effects = [effect for effect in self._effects if not isinstance(effect, ev.Join)]
+
+
+def _starts_spares_at_any_time(self: FleetState, now: float) -> None:
+    self._start("spare", self.spares - len(self._spares()), now)
+
+
+def _has_replicas_wait_for_spares(self: FleetState, member: _Member, why: str, now: float) -> None:
+    fail(self, member, why, now)
+    self.start_again_at["joined"] = max(self.start_again_at.values())
 
 
 heard, own, reconcile = FleetState._heard, FleetState._own, FleetState._reconcile
@@ -512,6 +541,12 @@ BROKEN = {
     "_drain": _drains_late,
     "_let_leave": _leaves_nobody,
     "_fail": _lets_failures_block,
+    "_own ": _counts_spares,
+    "_take": _keeps_its_spares,
+    "_heard  ": _tells_spares_once,
+    "_keep_spares": _starts_spares_at_any_time,
+    "_keep_spares ": lambda self, now: None,
+    "_fail ": _has_replicas_wait_for_spares,
     "wanted": property(lambda self: self.firsts if self.target is None else self.target + 1),
 }
 
@@ -521,4 +556,4 @@ def test_a_machine_that_breaks_a_rule_is_found(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(FleetState, name.strip(), BROKEN[name])
     with pytest.raises(AssertionError):
         for seed in range(60):
-            run(program(seed, 200), maximum=6, policy="mine" if seed % 2 else "")
+            run(program(seed, 200), maximum=6, policy="mine" if seed % 2 else "", spares=seed % 3)

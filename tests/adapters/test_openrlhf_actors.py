@@ -22,6 +22,7 @@ from tensorhub_plugins.openrlhf import engine, parts, trainer  # noqa: E402
 from tensorhub_plugins.openrlhf.journal import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
 from tensorhub_plugins.vllm import checkpoint_names  # noqa: E402
+from tensorhub_plugins.vllm.engine.follower import Status  # noqa: E402
 from tensorhub_plugins.vllm.engine.staleness import Staleness  # noqa: E402
 from tensorhub_plugins.vllm.ray import owned  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
@@ -168,6 +169,35 @@ async def test_an_engine_that_is_cut_off_from_the_hub_says_that_it_is_not_ready(
     one.owned.lifeline.is_dying = True  # the control
     with pytest.raises(EngineLost, match="its vLLM is dead"):
         await one.tensorhub_heartbeat()
+
+
+async def test_a_spare_says_so_and_is_ready_with_its_first_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(get_node_id=lambda: "node-1")
+    monkeypatch.setattr(owned, "ray", SimpleNamespace(get_runtime_context=lambda: here))
+    one, followed = make_engine(TwoTurns(), is_partial=True), asyncio.Event()
+    one.llm.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    assert (await one.tensorhub_heartbeat())["spare"] is False  # the control
+    one.is_spare = one._was_spare = True
+
+    async def follow() -> None:
+        followed.set()
+
+    one._follow, one.owned._tasks = follow, [asyncio.create_task(asyncio.sleep(0))]
+    beat = await one.tensorhub_heartbeat()
+    assert (beat["spare"], beat["ready"], beat["why"]) == (True, False, "rollout-0/0 has no weights yet")
+    with pytest.raises(EngineLost, match="has no weights yet"):
+        await one.generate_responses()
+    await one.tensorhub_join()
+    await one.tensorhub_join()  # again
+    await followed.wait()
+    assert len(one.owned._tasks) == 2
+    beat = await one.tensorhub_heartbeat()
+    assert (beat["spare"], beat["ready"]) == (False, False)  # it fetches
+    for status, is_ready in ((Status(has_caught_up=True), False), (Status(version=3, has_caught_up=True), True)):
+        one.owned.status = status
+        assert (await one.tensorhub_heartbeat())["ready"] is is_ready
+    for task in one.owned._tasks:
+        task.cancel()
 
 
 def test_what_is_published_are_the_tensors_that_would_be_saved(tmp_path: Any) -> None:

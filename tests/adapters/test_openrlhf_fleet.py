@@ -71,6 +71,33 @@ def test_a_joiner_gets_work_in_the_batch_and_one_that_drains_gets_none(ray: Fake
     assert [member.name for member in engines.members] == ["rollout-0"]
 
 
+def test_a_spare_gets_no_prompt_before_it_has_joined(ray: FakeRay) -> None:
+    here, spare = FakeEngine(3), FakeEngine()
+    heartbeat: dict[str, Any] = {"version": 0, "silent_s": 0.0, "ready": False, "spare": True}
+    spare.do_tensorhub_heartbeat = lambda: heartbeat  # type: ignore[method-assign]
+    generator = make([here], batches=2)
+    engines = generator.engines
+    engines.live()
+
+    def round() -> tuple[Seen, ...]:
+        told = engines.seen().seen
+        engines.apply(engines.table.all, [Entry("rollout-0", here, "first"), Entry("rollout-1", spare, "spare")])
+        engines.check(wait_s=0.0)
+        return told
+
+    round()
+    assert [(one.name, one.ready, one.spare) for one in round()] == [
+        ("rollout-0", True, False),
+        ("rollout-1", False, True),
+    ]
+    generator.generate_samples()
+    assert len(here.asked) == 6 and not spare.asked
+    heartbeat.update(version=3, ready=True, spare=False)
+    round()
+    generator.generate_samples()
+    assert spare.asked
+
+
 def test_what_an_engine_has_that_is_no_longer_in_the_fleet_goes_on_elsewhere(ray: FakeRay) -> None:
     here, leaver = FakeEngine(), FakeEngine()
     generator = make([here, leaver], per_engine=3)

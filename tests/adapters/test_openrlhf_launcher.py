@@ -27,6 +27,7 @@ class Engine:
         self.options, self.arguments, self.closes = options, arguments, closes
         self.called: list[str] = []
         self.tensorhub_leave = SimpleNamespace(remote=lambda: self._call("leave"))
+        self.tensorhub_join = SimpleNamespace(remote=lambda: asyncio.wrap_future(self._call("join").future()))
 
     def _call(self, name: str) -> Any:
         self.called.append(name)
@@ -104,12 +105,13 @@ def test_a_joiner_is_made_as_the_first_one_in_a_group_of_its_own(ray: FakeRay) -
     one = make()
     assert one.slots(()) == 2
     engine = asyncio.run(one.start("rollout-3", 3, ()))
+    extra = {"backend": "tensorhub", "partial": True, "sync": False}
     assert engine.arguments == {
         "model": "m",
         "seed": 45,
         "tensor_parallel_size": 1,
         "bundle_indices": None,
-        "tensorhub": {"backend": "tensorhub", "partial": True, "sync": False, "engine": 3, "joins": True},
+        "tensorhub": {**extra, "engine": 3, "joins": True, "spare": False},
     }
     strategy = engine.options.pop("scheduling_strategy")
     assert engine.options == {"num_gpus": 1} and strategy.placement_group is ray.reserved[0]
@@ -120,6 +122,13 @@ def test_a_joiner_is_made_as_the_first_one_in_a_group_of_its_own(ray: FakeRay) -
     asyncio.run(make().stop("rollout-4", again))  # by another one: the actor that had it was started again
     assert not ray.reserved
     asyncio.run(one.stop("rollout-3", None))  # again: nothing is there any more
+
+
+def test_a_spare_is_one_that_is_told_to_join(ray: FakeRay) -> None:
+    engine = asyncio.run((one := make()).start("rollout-3", 3, (), spare=True))
+    assert engine.arguments["tensorhub"]["spare"]
+    asyncio.run(one.join("rollout-3", engine))
+    assert engine.called == ["join"]
 
 
 def test_several_gpus_are_named_to_vllm(ray: FakeRay) -> None:

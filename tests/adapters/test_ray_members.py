@@ -38,6 +38,35 @@ def test_a_replica_without_weights_gets_no_requests():
     assert members.all["a"].in_rotation
 
 
+def test_a_spare_is_reported_and_is_none_of_the_replicas():
+    members = _two()
+    (joined,), _ = members.apply([], [Entry("rollout-2", "handle", "spare")], 1)
+    heard = {"version": 0, "ready": False, "spare": True, "worker": "rollout-2/0", "node": "n2"}
+    _hear(members, "rollout-2", 2, **heard)
+    before = members.seen(lambda name: 0, now=3).seen
+    assert [(one.name, one.spare, one.ready, one.node) for one in before] == [("rollout-2", True, False, "n2")]
+    assert [one.name for one in members.able()] == ["a", "b"] and members.behind(9) == members.behind(6)
+    told = figures.of_members(members, "trainer", published=5, now=3)
+    assert (told["tensorhub/replicas/ready"], told["tensorhub/version_lag/max"]) == (2.0, 0.0)
+    assert told["tensorhub/replicas/lost"] == told["tensorhub/replicas/refused"] == 0.0
+    # When all others refuse a version the run is stuck: what a spare would do is not known.
+    for name in ("a", "b"):
+        _hear(members, name, 4, ready=True, version=5, refusal=(6, "it does not fit"))
+    assert members.is_stuck(6)
+    # It is heard of no more, and its last word is old; and one that is started again has said nothing yet.
+    assert not members.seen(lambda name: 0, now=2 + members.timeout_s + 1).seen[0].spare
+    assert "rollout-2" not in {*members.silent(100), *members.late(100), *members.hung(100)}
+    members.failed("rollout-2", 5, "restarting")
+    (ended,) = members.seen(lambda name: 0, now=5).seen
+    assert (ended.spare, ended.lost) == (False, "restarting")
+    assert figures.of_members(members, "trainer", published=5, now=5)["tensorhub/replicas/lost"] == 0.0
+    # It joins as any other one.
+    _hear(members, "rollout-2", 6, version=0, ready=False)
+    assert not members.is_stuck(6) and not joined.in_rotation  # it may be able to
+    _hear(members, "rollout-2", 7, version=5, ready=True)
+    assert joined.in_rotation
+
+
 def test_a_silent_replica_is_out_until_it_has_caught_up():
     members = _two()
     _hear(members, "b", 11, ready=True, version=7)

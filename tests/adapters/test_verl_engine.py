@@ -116,3 +116,39 @@ def test_what_a_leaving_replica_broke_off_goes_to_clients_that_go_on_from_there(
     else:
         with pytest.raises(ReplicaLost, match="leaves the run"):
             ask(one)
+
+
+async def test_a_spare_joins_the_store_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With everything before that done: what is left are the weights."""
+    did: list[str] = []
+
+    async def store(*_: Any) -> Any:
+        did.append("hub")
+        return config.parse({"hub": "tcp://h:1", "run": "r"}), None
+
+    async def follow(*_: Any) -> None:
+        did.append("follow")
+
+    async def nothing() -> None: ...
+
+    monkeypatch.setattr(engine, "connect", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(engine.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node-1"))
+    for kind in (engine.TensorHubServer, engine.SpareServer):
+        one = server(monkeypatch)
+        one.__class__, one._store, one._joining, one._name, one.engine = kind, store, lambda _: {}, "rollout-0", None
+        one.replica_rank, one._launch, one._owned.follow, one._owned.watch = 0, None, follow, nothing
+        one._owned.status, one._joins = Status(), asyncio.Event()
+        did.clear()
+        if kind is engine.SpareServer:
+            following = asyncio.create_task(one._start_following(one._owned))
+            while not did:
+                await asyncio.sleep(0)
+            beat = await one.tensorhub_heartbeat()
+            assert (beat["spare"], beat["ready"], did) == (True, False, ["hub"])
+            await one.tensorhub_join()
+            await one.tensorhub_join()  # again
+            await following
+        else:
+            one._joins.set()
+            await one._start_following(one._owned)
+        assert did == ["hub", "follow"] and not (await one.tensorhub_heartbeat())["spare"]

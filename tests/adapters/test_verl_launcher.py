@@ -36,8 +36,8 @@ class Replica:
     fails = None
     made = []
 
-    def __init__(self, *arguments, groups):
-        self.arguments, self.groups, self.servers = arguments, groups, ["server"]
+    def __init__(self, *arguments, groups, spare):
+        self.arguments, self.groups, self.servers, self.spare = arguments, groups, ["server"], spare
         self.made.append(self)
 
     async def init_standalone(self):
@@ -185,6 +185,30 @@ def test_an_external_server_ends_no_replica_of_the_same_number(monkeypatch):
     handle = SimpleNamespace(tensorhub_leave=SimpleNamespace(remote=leave))
     asyncio.run(VerlLauncher(root(), config.Options()).stop("external-0", handle))
     assert ended == ["leave", "kill"]
+
+
+async def test_a_spare_makes_no_room_for_samples_before_it_joins(made, monkeypatch):
+    more, told = [], []
+
+    async def call(function, count):
+        more.append(count)
+
+    async def note(*what):
+        told.append(what)
+
+    monkeypatch.setattr(launcher, "give_back", lambda name: None)
+    monkeypatch.setattr(launcher.ray, "kill", lambda handle: None)
+    calls = {name: SimpleNamespace(remote=note) for name in ("tensorhub_leave", "tensorhub_join")}
+    handle = SimpleNamespace(**calls)
+    owner = VerlLauncher(root(), config.Options(), SimpleNamespace(__ray_call__=SimpleNamespace(remote=call)))
+    for rank in (1, 2):
+        await owner.start(f"rollout-{rank}", rank, (), spare=True)
+    assert [replica.spare for replica in made] == [True, True] and more == []
+    await owner.join("rollout-1", handle)
+    await owner.join("rollout-1", handle)  # again, after Ray has started it again
+    await owner.stop("rollout-2", handle)  # which never joined
+    await owner.stop("rollout-1", handle)
+    assert more == [1, 1, 1, 0] and len(told) == 4
 
 
 async def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatch):

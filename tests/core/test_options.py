@@ -52,6 +52,8 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], says: str) -> None:
         ({"fleet_min": 0}, "x: option fleet_min is 0: choose a number from 1 to 1024"),
         ({"fleet_min": 3, "fleet_max": 2}, "x: option fleet_max is 2: choose a number from 3 to 1024"),
         ({"fleet_max": 4, "fleet_target": 5}, "x: option fleet_target is 5: choose a number from 1 to 4"),
+        ({"fleet_spares": -1}, "x: option fleet_spares is -1: choose a number from 0 to 64"),
+        ({"fleet_spares": 65}, "x: option fleet_spares is 65: choose a number from 0 to 64"),
         ({"fleet_policy": "my policy"}, "x: option fleet_policy is 'my policy': give a function's name"),
         (
             {"fleet_policy": "queue_length:many"},

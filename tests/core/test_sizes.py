@@ -22,9 +22,9 @@ CEILINGS = {
     "core/security": 720,
     "core/transfer": 1_947,
     "core/transports": 7_325,
-    "openrlhf": 2_480,
-    "verl": 4_020,
-    "vllm": 8_920,
+    "openrlhf": 2_510,
+    "verl": 4_060,
+    "vllm": 9_060,
     "vllm/doctor": 860,
     "vllm/worker": 5_270,
 }

@@ -34,15 +34,19 @@ DEADLINE_S = 90.0
 class Engine:
     """An engine that answers a prompt after the time that it names. An aborted one returns what it has."""
 
-    def __init__(self) -> None:
-        self.version, self.is_aborted = 1, asyncio.Event()
+    def __init__(self, spare: bool = False) -> None:
+        self.version, self.is_aborted = 0 if spare else 1, asyncio.Event()
         self.watching: asyncio.Task[None] | None = None
 
     async def tensorhub_heartbeat(self) -> dict[str, Any]:
         if self.watching is None:
             self.watching = asyncio.create_task(preemption.watch("engine"))
         node = ray.get_runtime_context().get_node_id()
-        return {"node": node, "pid": os.getpid(), "version": self.version, "ready": True}
+        is_ready = self.version > 0
+        return {"node": node, "pid": os.getpid(), "version": self.version, "ready": is_ready, "spare": not is_ready}
+
+    async def join(self) -> None:
+        self.version = 1
 
     async def generate(self, prompt: int, seconds: float) -> int:
         with contextlib.suppress(asyncio.TimeoutError):
@@ -60,7 +64,7 @@ class Launcher:
     def __init__(self, failures: str) -> None:
         self.failures = failures
 
-    async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
+    async def start(self, name: str, rank: int, avoid: Collection[str], spare: bool = False) -> Any:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.failures)
             raise RuntimeError("the engine cannot start\nfor a long reason")
@@ -70,11 +74,14 @@ class Launcher:
         group = ray.util.placement_group([BUNDLE], name=name, bundle_label_selector=elsewhere)
         await asyncio.wait_for(group.ready(), 20)
         where = PlacementGroupSchedulingStrategy(group)
-        handle = engine(name, max_restarts=1, resources=BUNDLE, scheduling_strategy=where)
+        handle = engine(name, spare=spare, max_restarts=1, resources=BUNDLE, scheduling_strategy=where)
         beat = await handle.tensorhub_heartbeat.remote()
         if beat["node"] in avoid:
             raise RuntimeError("Ray has placed it on a node that drains")
         return handle
+
+    async def join(self, name: str, handle: Any) -> None:
+        await handle.join.remote()
 
     async def start_external(self, name: str, url: str) -> Any:
         return engine(name)
@@ -92,8 +99,8 @@ class Launcher:
         return slots([BUNDLE], avoid=avoid)
 
 
-def engine(name: str, **options: Any) -> Any:
-    return ray.remote(Engine).options(**{"name": f"engine-{name}", "num_cpus": 0, **options}).remote()
+def engine(name: str, *, spare: bool = False, **options: Any) -> Any:
+    return ray.remote(Engine).options(**{"name": f"engine-{name}", "num_cpus": 0, **options}).remote(spare)
 
 
 class Dispatcher:
@@ -128,7 +135,7 @@ class Dispatcher:
             self.members.failed(member.name, time.monotonic(), "died")
 
     def seen(self) -> Reported:
-        return self.members.seen(lambda name: self.in_flight[name], self.waiting)
+        return self.members.seen(lambda name: self.in_flight[name], self.waiting, now=time.monotonic())
 
     def apply(self, told: Collection[str], roster: Sequence[Entry]) -> None:
         self.members.apply(told, roster, time.monotonic())

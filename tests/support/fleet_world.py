@@ -18,18 +18,20 @@ from tensorhub_plugins.vllm.ray.fleet_types import Lost, Seen
 
 NODES = ("a", "b", "c")
 MAY_BECOME = {
-    "starting": {"ready", "draining", "stopping"},
+    "starting": {"spare", "ready", "draining", "stopping"},
+    "spare": {"starting", "stopping"},
     "ready": {"lost", "draining", "stopping"},
     "lost": {"ready", "draining", "stopping"},
     "draining": {"stopping"},
     "stopping": {"gone"},
     "gone": set(),
 }
+SPARE = ("starting", "spare")
 OPS = (
     *("report", "report", "report", "tick", "tick", "cluster", "started", "started", "start failed", "stopped"),
     *("stop failed", "ready", "ready", "unready", "restarting", "gone", "asked", "answered", "node dies", "node comes"),
     *("add", "add external", "drain", "drain now", "drain node", "undrain node", "target", "policy"),
-    *("fleet dies", "minutes pass"),
+    *("fleet dies", "minutes pass", "others wait", "all is well", "all is well"),
 )
 Step = tuple[str, int]
 
@@ -43,6 +45,9 @@ class Replica:
     in_flight: int = 0
     draining: bool = False  # as the dispatcher knows it
     lost: Lost = ""
+    is_made_as_spare: bool = False
+    has_joined: bool = True  # or it is a spare, and never ready
+    runs: bool = False  # its engine does
 
 
 @dataclass
@@ -57,6 +62,8 @@ class World:
     owed: set[str] = field(default_factory=set)  # started, and not given back
     ranks: set[int] = field(default_factory=set)
     states: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    is_wanted: bool = False  # by others; as told last
     slots: int = 0  # told last, less what was started since
     drained: dict[str, float] = field(default_factory=dict)  # until when answers may take
     aborted: dict[str, float] = field(default_factory=dict)
@@ -77,7 +84,7 @@ class World:
     def tell_cluster(self) -> None:
         self.told = set(self.nodes)
         self.avoided &= self.told
-        self.give(events.Cluster(self.addresses(), self.slots))
+        self.give(events.Cluster(self.addresses(), self.slots, self.is_wanted))
 
     def addresses(self) -> dict[str, str]:
         return {node: f"10.0.0.{ord(node)}" for node in sorted(self.nodes)}
@@ -104,7 +111,8 @@ class World:
                     self._has_started(name, which)
             case "start failed":
                 if name := pick(self.launching, which):
-                    if self.launching.pop(name) == "joined" and self.states[name] == "starting":
+                    self.launching.pop(name)
+                    if self.kinds[name] == "joined" and self.states[name] == "starting":
                         self._failed()
                     self.give(events.StartFailed(name, "no room"))
             case "stopped":
@@ -140,6 +148,13 @@ class World:
                 self.give(events.SetTarget(which - 1 if which else None))
             case "policy":
                 self.give(events.PolicySaid(which * 3 - 5))
+            case "others wait":
+                self.is_wanted = which < 4
+                self.tell_cluster()
+            case "all is well":
+                self.is_wanted = False
+                for _ in range(2 + which % 3):
+                    self.succeed()
             case "fleet dies":
                 self.restart_fleet()
             case _:
@@ -156,7 +171,8 @@ class World:
     def _has_started(self, name: str, which: int) -> None:
         kind = self.launching.pop(name)
         free = sorted(self.nodes - self.avoided) or ["a"]
-        self.real[name] = Replica(free[which % len(free)] if kind == "joined" else "")
+        self.real[name] = Replica(free[which % len(free)] if kind != "external" else "")
+        self.real[name].is_made_as_spare, self.real[name].has_joined = kind == "spare", kind != "spare"
         self.give(events.Started(name, f"handle of {name}"))
 
     def _has_stopped(self, name: str) -> None:
@@ -170,11 +186,14 @@ class World:
     def _happens(replica: Replica, what: str) -> None:
         match what:
             case "ready" if replica.lost != "gone":
-                replica.ready, replica.lost = True, ""
+                replica.runs = True
+                if replica.has_joined:
+                    replica.ready, replica.lost = True, ""
             case "unready":
                 replica.ready = False
             case "restarting" if replica.lost != "gone":
                 replica.ready, replica.lost, replica.in_flight = False, "restarting", 0
+                replica.runs, replica.has_joined = False, not replica.is_made_as_spare
             case "gone":
                 replica.ready, replica.lost, replica.in_flight = False, "gone", 0
             case "asked" if replica.ready and not replica.draining:
@@ -187,7 +206,7 @@ class World:
     def report(self) -> None:
         """Play the dispatcher's second: report, then apply the roster."""
         for name, replica in self.dispatcher.items():
-            is_joining = self.states.get(name) == "starting" and name.startswith("rollout") and name in self.owed
+            is_joining = self.states.get(name) == "starting" and self.kinds.get(name) == "joined"
             is_misplaced = replica.node in self.avoided and not (replica.ready and not replica.lost)
             if is_joining and (replica.lost == "gone" or is_misplaced):
                 self._failed()
@@ -196,7 +215,10 @@ class World:
         self.give(
             events.Reported(
                 tuple(
-                    Seen(name, f"handle of {name}", r.node, r.ready, 7, r.in_flight, r.draining, r.lost)
+                    Seen(
+                        *(name, f"handle of {name}", r.node, r.ready, 7, r.in_flight, r.draining, r.lost),
+                        spare=r.runs and not r.has_joined,
+                    )
                     for name, r in self.dispatcher.items()
                 )
             )
@@ -216,9 +238,7 @@ class World:
         for effect in self.state.resume(self.now):
             match effect:
                 case events.Start(name) | events.StartExternal(name):
-                    self.launching[name] = launching.get(
-                        name, "joined" if isinstance(effect, events.Start) else "external"
-                    )
+                    self.launching[name] = launching[name]
                 case events.Stop(name):
                     self.stopping.add(name)
                 case _:
@@ -228,7 +248,7 @@ class World:
     # --- the rules ----------------------------------------------------------------------------------------------------
 
     def give(self, event: events.Event) -> None:
-        before = _plain(self.state)
+        before, again_at = _plain(self.state), self.state.start_again_at["joined"]
         lost = {name for name, replica in self.dispatcher.items() if replica.lost}
         try:
             effects = self.state.handle(event, self.now)
@@ -242,26 +262,49 @@ class World:
         if starts:
             own = self.own()
             assert len(own) <= self.state.wanted <= self.state.maximum, (own_before, own)
-            assert self.now >= self.quiet_until, "it was started too early after one that failed"
             assert self.slots >= 0, "there was no room"
             young = [name for name, state in self.states.items() if state == "starting" and name in self.owed]
             assert len([name for name in young if name.startswith("rollout")]) <= machine.STARTS_MAX
+        if any(not effect.spare for effect in starts):
+            assert self.now >= self.quiet_until, "it was started too early after one that failed"
+        if any(effect.spare for effect in starts):
+            assert len(self.spares()) <= self.state.spares and not self.is_wanted, "there are enough, or no place"
+            assert len(own) == self.state.wanted, "a replica was needed, not a spare"
+            assert all(self.states[name] != "starting" for name in own), "it is in the way of a replica that starts"
+        if self.state.is_known:
+            lacks = self.state.wanted - len(self.own())
+            assert lacks <= 0 or not self.spares(), "a spare waits, and is needed"
+            is_put_off = self.state.slots <= 0 or self.now < self.state.start_again_at["joined"]
+            assert lacks <= 0 or is_put_off, "one was not started"
+        changed = [effect.member for effect in effects if isinstance(effect, events.Changed)]
+        has_failed = any((member.kind, member.state) == ("joined", "stopping") for member in changed)
+        assert has_failed or self.state.start_again_at["joined"] == again_at, (
+            "replicas wait, and none of them has failed"
+        )
         self.check()
+
+    def spares(self) -> list[str]:
+        return [name for name, state in self.states.items() if self.kinds[name] == "spare" and state in SPARE]
 
     def own(self) -> list[str]:
         """Return those that count for the target: not one that leaves when others are ready."""
         leaving = {name for name, member in self.state.members.items() if member.leaves_within_s is not None}
-        return [name for name, state in self.states.items() if _counts(name, state) and name not in leaving]
+        counted = [name for name, state in self.states.items() if _counts(self.kinds[name], state)]
+        return [name for name in counted if name not in leaving]
 
     def _carry_out(self, effect: object, lost: set[str]) -> None:
         match effect:
-            case events.Start(name, rank, avoid):
+            case events.Start(name, rank, avoid, spare):
                 assert rank not in self.ranks and name == f"rollout-{rank}"
                 assert avoid == self.avoided
                 self.ranks.add(rank)
                 self.owed.add(name)
-                self.launching[name] = "joined"
+                self.launching[name] = "spare" if spare else "joined"
                 self.slots -= 1
+            case events.Join(name, handle):
+                assert handle == f"handle of {name}" and self.state.members[name].kind == "joined"
+                assert self.real[name].is_made_as_spare
+                self.real[name].has_joined = True
             case events.StartExternal(name, _):
                 self.owed.add(name)
                 self.launching[name] = "external"
@@ -277,6 +320,10 @@ class World:
                 self.stopping.add(name)
             case events.Changed(member):
                 before = self.states.get(member.name, "starting")
+                was = self.kinds.setdefault(member.name, member.kind)
+                assert (was, member.kind) == ("spare", "joined") or was == member.kind
+                assert member.kind != "spare" or (member.in_flight == 0 and member.state not in ("ready", "draining"))
+                self.kinds[member.name] = member.kind
                 assert member.state == before or member.state in MAY_BECOME[before], (before, member)
                 if (before, member.state, member.why) == ("ready", "draining", machine.BY_NAME):
                     others = [name for name, state in self.states.items() if state == "ready" and name != member.name]
@@ -318,26 +365,33 @@ class World:
         """Let everything succeed from now on: the fleet reaches its target."""
         self.nodes = {*NODES, "d"}  # that one was never drained
         for _ in range(60):
-            for name in sorted(self.launching):
-                self._has_started(name, 0)
-            for name in sorted(self.stopping):
-                self._has_stopped(name)
-            for replica in self.dispatcher.values():
-                self._happens(replica, "ready")
-                replica.in_flight = 0
-            self.now += 30.0
-            self.slots = 5
-            self.tell_cluster()
-            self.report()
-            self.give(events.Tick())
+            self.is_wanted = False
+            self.succeed()
         ready = [name for name, state in self.states.items() if state == "ready" and not name.startswith("external")]
         assert len(ready) == self.state.wanted, f"{len(ready)} of {self.state.wanted} are ready"
-        assert {member.state for member in self.state.members.values()} <= {"ready"}
+        spares = [name for name, state in self.states.items() if state == "spare"]
+        assert len(spares) == self.state.spares, f"{len(spares)} of {self.state.spares} spares are there"
+        assert {member.state for member in self.state.members.values()} <= {"ready", "spare"}
         assert not self.launching and not self.stopping
 
+    def succeed(self) -> None:
+        """Let everything that is under way succeed."""
+        for name in sorted(self.launching):
+            self._has_started(name, 0)
+        for name in sorted(self.stopping):
+            self._has_stopped(name)
+        for replica in self.dispatcher.values():
+            self._happens(replica, "ready")
+            replica.in_flight = 0
+        self.now += 30.0
+        self.slots = 5
+        self.tell_cluster()
+        self.report()
+        self.give(events.Tick())
 
-def _counts(name: str, state: str) -> bool:
-    return state in ("starting", "ready", "lost") and not name.startswith("external")
+
+def _counts(kind: str, state: str) -> bool:
+    return state in ("starting", "ready", "lost") and kind in ("first", "joined")
 
 
 def _plain(state: FleetState) -> object:

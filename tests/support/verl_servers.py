@@ -76,7 +76,7 @@ class Launched:
 
 
 class Launcher:
-    async def start(self, name: str, rank: int, avoid: Any) -> Any:
+    async def start(self, name: str, rank: int, avoid: Any, spare: bool = False) -> Any:
         return server(name, version=0)
 
     async def abort(self, name: str, handle: Any) -> None:

@@ -37,7 +37,7 @@ from tensorhub_plugins.vllm.ray.hub import ON_HEAD
 FLEET, STARTER = "tensorhub_fleet_", "tensorhub_starter_"  # and the job's id
 ANSWER_TIMEOUT_S = 15.0  # of a command, on a busy machine
 CONNECT_TIMEOUT_S = 5.0
-OPTIONS = ("fleet_min", "fleet_max", "fleet_target", "fleet_policy", "events")
+OPTIONS = ("fleet_min", "fleet_max", "fleet_target", "fleet_spares", "fleet_policy", "events")
 CALLS_MAX = 10_000  # of one actor at a time; every member has one start or stop under way
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import os
 import re
 import time
@@ -20,8 +21,10 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.ray import fleet_events as events
 from tensorhub_plugins.vllm.ray import policy as policies
+from tensorhub_plugins.vllm.ray import room
 from tensorhub_plugins.vllm.ray.fleet_state import FleetState
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen, View
+from tensorhub_plugins.vllm.ray.gauges import Gauges
 
 logger = get_logger(__name__)
 
@@ -46,9 +49,11 @@ class FleetActor:
         self._state = FleetState(
             minimum=options.fleet_min,
             maximum=options.fleet_max,
+            spares=options.fleet_spares,
             target=options.fleet_target,
             policy=options.fleet_policy or "",
         )
+        self._gauges = Gauges()
         self._tasks: set[asyncio.Task[None]] = set()
         self._begun: asyncio.Task[None] | None = None
 
@@ -116,7 +121,7 @@ class FleetActor:
         """Return what Ray knows now of the nodes of this name; update the state as well."""
         await self._begin()
         nodes = await asyncio.to_thread(live_nodes)
-        self._handle(events.Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, self._state.slots))
+        self._look_at(nodes, self._state.slots, is_wanted=self._state.wanted_since < math.inf)
         return [one for one in nodes if name in _names_of(one)]
 
     async def _command(self, event: events.Event) -> tuple[str, bool]:
@@ -159,12 +164,14 @@ class FleetActor:
 
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:
-            case events.Start(name, rank, avoid):
-                self._keep(self._start(name, lambda: self._starter.start.remote(name, rank, avoid)))
+            case events.Start(name, rank, avoid, spare):
+                self._keep(self._start(name, lambda: self._starter.start.remote(name, rank, avoid, spare)))
+            case events.Join(name, handle):
+                self._keep(self._tell(name, "does not join", self._starter.join, handle))
             case events.StartExternal(name, url):
                 self._keep(self._start(name, lambda: self._starter.start_external.remote(name, url)))
             case events.Abort(name, handle):
-                self._keep(self._abort(name, handle))
+                self._keep(self._tell(name, "gives nothing back", self._starter.abort, handle))
             case events.Stop(name, handle):
                 self._keep(self._stop(name, handle))
             case events.Changed(member):
@@ -214,11 +221,11 @@ class FleetActor:
         else:
             self._handle(events.Started(name, handle))
 
-    async def _abort(self, name: str, handle: Any) -> None:
+    async def _tell(self, name: str, otherwise: str, method: Any, handle: Any) -> None:
         try:
-            await self._starter.abort.remote(name, handle)
-        except Exception as error:  # it is stopped soon
-            logger.warning("fleet: %s gives nothing back: %s", name, sentence(error))
+            await method.remote(name, handle)
+        except Exception as error:  # it is stopped soon, or told again
+            logger.warning("fleet: %s %s: %s", name, otherwise, sentence(error))
 
     async def _stop(self, name: str, handle: Any | None) -> None:
         try:
@@ -240,9 +247,16 @@ class FleetActor:
         try:
             nodes = await asyncio.to_thread(live_nodes)
             slots = await asyncio.wait_for(self._starter.slots.remote(frozenset(self._state.avoided)), SLOTS_TIMEOUT_S)
-            self._handle(events.Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, slots))
+            is_wanted = bool(self._state.spares) and await asyncio.to_thread(room.is_wanted)
+            self._look_at(nodes, slots, is_wanted)
         except Exception as error:  # Ray's head or the starter is busy, or is being started again
             logger.info("fleet: what there is room for is not known now: %s", sentence(error))
+
+    def _look_at(self, nodes: Sequence[dict[str, Any]], slots: int, is_wanted: bool) -> None:
+        self._handle(events.Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, slots, is_wanted))
+        if self._state.spares:
+            waiting = sum(one.state == "spare" for one in self._state.members.values())
+            self._gauges.set({"tensorhub/replicas/spare": float(waiting)})
 
     async def _ask_policy(self) -> None:
         """Ask the policy in a thread of its own, one question at a time: one that blocks takes no other's."""

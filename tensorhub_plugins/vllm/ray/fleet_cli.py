@@ -118,9 +118,9 @@ def text(view: View) -> str:
     by = f", set by {view.policy}" if view.policy else ""
     limits = f"fleet_min {view.minimum}, fleet_max {view.maximum}"
     ready = view.count("ready")
-    lines.append(
-        f"target {view.target}{by}, {ready} ready; {limits}; room for {view.slots} more; {view.waiting} requests wait"
-    )
+    spares = f", {sum(one.state == 'spare' for one in view.members)} of {view.spares} spares" if view.spares else ""
+    room = f"room for {view.slots} more; {view.waiting} requests wait"
+    lines.append(f"target {view.target}{by}, {ready} ready{spares}; {limits}; {room}")
     attempt = max((attempt_of(member.version) for member in view.members), default=0)
     if attempt:
         lines.append(f"the trainer is in attempt {attempt}: VERSION is attempt/step, of attempt 0 a step")

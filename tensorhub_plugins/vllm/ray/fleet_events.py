@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen
 
+DRAIN_TIMEOUT_MAX_S = 86_400.0
 DRAIN_TIMEOUT_S = 120.0  # where it is not said how long answers under way may take
 RESERVE_TIMEOUT_S = 30.0  # by then a start holds its resources, so that `slots` no longer counts them, or has failed
 
@@ -25,10 +28,12 @@ class Reported:
 
 @dataclass(frozen=True)
 class Cluster:
-    """nodes: those that live, Ray's id and address; slots: replicas for which there is room."""
+    """nodes: those that live, Ray's id and address; slots: replicas for which there is room; is_wanted: something else
+    waits for resources."""
 
     nodes: Mapping[str, str]
     slots: int
+    is_wanted: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,15 @@ class Start:
     name: str
     rank: int
     avoid: frozenset[str]
+    spare: bool = False
+
+
+@dataclass(frozen=True)
+class Join:
+    """A spare is needed."""
+
+    name: str
+    handle: Any
 
 
 @dataclass(frozen=True)
@@ -177,4 +191,26 @@ class Say:
     text: str
 
 
-Effect: TypeAlias = Start | StartExternal | Abort | Stop | Changed | Targeted | Say
+Effect: TypeAlias = Start | Join | StartExternal | Abort | Stop | Changed | Targeted | Say
+
+
+# --- what operators have given ----------------------------------------------------------------------------------------
+
+
+def host_of(url: str) -> str:
+    """Return the host in an address like http://host:8000; of IPv6 without the brackets."""
+    found = re.match(r"https?://(?:\[([^\]]+)\]|([^/:]+))", url)
+    return (found[1] or found[2]).lower() if found else ""
+
+
+def is_whole(count: Any) -> bool:
+    """Return whether this is a number of replicas; True is none."""
+    return isinstance(count, int) and not isinstance(count, bool)
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """Check a timeout: a deadline that never comes would keep a member for ever."""
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 <= timeout_s <= DRAIN_TIMEOUT_MAX_S:
+        limits = f"0 to {DRAIN_TIMEOUT_MAX_S:.0f}"
+        raise UsageError(f"a timeout of {timeout_s!r}: give the seconds that requests may take, {limits}")

@@ -26,9 +26,13 @@ class Starter:
         self._stops: dict[str, asyncio.Task[None]] = {}
         self._saved: Any = None
 
-    async def start(self, name: str, rank: int, avoid: Collection[str]) -> bytes:
+    async def start(self, name: str, rank: int, avoid: Collection[str], spare: bool) -> bytes:
         """See `Launcher`."""
-        return await self._started(name, self._launcher.start(name, rank, avoid))
+        return await self._started(name, self._launcher.start(name, rank, avoid, spare))
+
+    async def join(self, name: str, handle: bytes) -> None:
+        """See `Launcher`."""
+        await self._launcher.join(name, unseal(handle))
 
     async def start_external(self, name: str, url: str) -> bytes:
         """See `Launcher`."""

@@ -9,6 +9,9 @@
 - `target` is how many first and joined members there shall be; the one that Ray restarts by itself counts as there.
 - Below the target one is started for every free slot, at most STARTS_MAX at once, after failures with growing delays.
   Above it the newest joined ones drain first. A rank is never used twice in a run.
+- Beside the target, `spares` more are kept started, once all else is well: they count for nothing and get no requests.
+  What is missing below the target is taken of them first. One gives its place up when something else waits for
+  resources.
 - With a drained member the target sinks by one. A drained or lost node does not: its members come back elsewhere.
 - Drain: no new requests at once; aborted when the time is up; stopped when the dispatcher says that it is empty.
   By name it begins when `minimum` others are ready, unless it shall be now: else requests would wait for an engine.
@@ -35,9 +38,10 @@ STARTS_MAX = 8  # at once: every start reads hundreds of files of Python from wh
 START_TIMEOUT_S = 1800.0
 START_DELAY_S, START_DELAY_MAX_S = 5.0, 300.0  # after a failed start, doubled by each further one
 STOP_DELAY_S, STOP_DELAY_MAX_S = 5.0, 60.0  # the same for what could not be given back
+# Ray gives what is free within a second: what waits for longer needs a place. The next spare starts so much later.
+WANTED_TIMEOUT_S, SPARE_DELAY_S = 5.0, 60.0
 ABORT_TIMEOUT_S = 10.0  # until partial answers have gone elsewhere
 MISSING_TIMEOUT_S = 10.0  # a member that the dispatcher has not named for this long is not in use
-DRAIN_TIMEOUT_MAX_S = 86_400.0
 GONE_MAX = 1000  # names that are remembered, so that a late report does not bring them back
 GONE_SHOWN = 10
 BY_NAME = "drained by name"
@@ -73,6 +77,7 @@ class FleetState:
 
     minimum: int = 1
     maximum: int = 1024
+    spares: int = 0
     target: int | None = None
     policy: str = ""
     by_policy: bool = field(init=False)
@@ -88,9 +93,12 @@ class FleetState:
     firsts: int = 0  # members that were there from the start, also those that are gone
     is_known: bool = False  # all of those have been reported
     reported_at: float = -math.inf
-    failures: int = 0  # of starts, since one was ready
-    start_again_at: float = 0.0
+    failures: dict[Kind, int] = field(
+        default_factory=lambda: {"joined": 0, "spare": 0}
+    )  # of starts, since one went well
+    start_again_at: dict[Kind, float] = field(default_factory=lambda: {"joined": 0.0, "spare": 0.0})
     last_failure: str = ""
+    wanted_since: float = math.inf  # something on the cluster waits for resources since then
     _effects: list[events.Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -103,7 +111,8 @@ class FleetState:
         match event:
             case events.Reported():
                 self._report(event, now)
-            case events.Cluster(nodes, slots):
+            case events.Cluster(nodes, slots, is_wanted):
+                self.wanted_since = min(self.wanted_since, now) if is_wanted else math.inf
                 self._cluster(nodes, slots, now)
             case events.Started(name, handle):
                 self._started(name, handle, now)
@@ -134,6 +143,7 @@ class FleetState:
                 assert_never(event)
         self._let_leave(now)
         self._reconcile(now)
+        self._keep_spares(now)
         if isinstance(event, (events.Add, events.SetTarget, events.UndrainNodes)):
             self._say_what_begins(now)
         elif isinstance(event, (events.Drain, events.DrainNodes)):
@@ -180,6 +190,7 @@ class FleetState:
             waiting=self.waiting,
             policy=self.policy if self.by_policy else "",
             now=now,
+            spares=self.spares,
         )
 
     def _shown(self, member: _Member, now: float) -> Member:
@@ -197,8 +208,13 @@ class FleetState:
     def _own(self) -> list[_Member]:
         """Return the members that count for the target."""
         there = ("starting", "ready", "lost")
-        own = [one for one in self.members.values() if one.kind != "external" and one.state in there]
+        own = [one for one in self.members.values() if one.kind in ("first", "joined") and one.state in there]
         return [one for one in own if one.leaves_within_s is None]
+
+    def _spares(self) -> list[_Member]:
+        """Return the spares, those first that are needed first."""
+        there = [one for one in self.members.values() if one.kind == "spare" and one.state in ("starting", "spare")]
+        return sorted(there, key=lambda one: one.state != "spare")
 
     def _ready(self) -> list[_Member]:
         """Return the members that get requests, of any kind."""
@@ -222,9 +238,9 @@ class FleetState:
             self._heard(member, seen, now)
             if is_new and member.state == before:
                 self._changed(member, now)
-            if member.node in self.avoided and member.state == "starting" and member.kind == "joined":
+            if member.node in self.avoided and member.state == "starting" and member.kind in ("joined", "spare"):
                 self._fail(member, "it was placed on a node that is drained", now)
-            elif member.node in self.avoided and member.state in ("starting", "ready", "lost"):
+            elif member.node in self.avoided and member.state in ("starting", "spare", "ready", "lost"):
                 self._drain(member, events.DRAIN_TIMEOUT_S, "its node is drained", now)
         self.is_known = self.is_known or (bool(report.seen) and report.unnamed == 0)
 
@@ -241,6 +257,15 @@ class FleetState:
         state = member.state
         if state == "stopping":
             return
+        if member.kind == "spare":
+            if seen.lost or (state == "spare" and not seen.spare):
+                self._fail(member, "its process has ended" if seen.lost else "it does not answer", now)
+            elif seen.spare:
+                self.failures["spare"] = 0
+                self._move(member, "spare", "", now)
+            return
+        if seen.spare and state != "draining":  # it was not told yet, or Ray has started it again since
+            self._effects.append(events.Join(member.name, member.handle))
         if seen.lost == "gone":
             if state == "starting":
                 self._fail(member, "its process has ended and Ray does not start it again", now)
@@ -250,7 +275,7 @@ class FleetState:
             if seen.lost or (seen.draining and seen.in_flight == 0):
                 self._stop(member, member.why, now)
         elif seen.ready and not seen.lost:
-            self.failures = 0 if state == "starting" else self.failures
+            self.failures["joined"] = 0 if state == "starting" else self.failures["joined"]
             self._move(member, "ready", "" if member.leaves_within_s is None else member.why, now)
         elif state != "starting":
             unready = seen.why or "it has no current weights or does not answer"
@@ -265,11 +290,11 @@ class FleetState:
             self.addresses.update(nodes)
             self.avoided &= nodes.keys()
         just_begun = [m for m in self.members.values() if m.is_launching and now - m.since < events.RESERVE_TIMEOUT_S]
-        self.slots = max(0, slots - len([member for member in just_begun if member.kind == "joined"]))
+        self.slots = max(0, slots - len([member for member in just_begun if member.kind != "external"]))
         for member in list(self.members.values()):
             if member.state == "stopping" or not self._is_node_lost(member):
                 continue
-            if member.kind == "joined":
+            if member.kind in ("joined", "spare"):
                 self._stop(member, self._why_gone(member, ""), now)
             elif member.state in ("ready", "lost"):  # its framework may start it again elsewhere
                 self._lose(member, self._why_gone(member, ""), now)
@@ -299,6 +324,8 @@ class FleetState:
                 self._fail(member, f"it was not ready after {START_TIMEOUT_S:.0f} s", now)
             elif member.state == "lost" and member.kind != "external" and is_late and is_told:
                 self._stop(member, f"it was lost for {START_TIMEOUT_S:.0f} s: {member.why}", now)
+            elif member.state == "spare" and is_told and now - member.seen_at > MISSING_TIMEOUT_S:
+                self._fail(member, "the dispatcher does not report it", now)
             elif member.state == "ready" and is_told and now - member.seen_at > MISSING_TIMEOUT_S:
                 self._lose(member, "the dispatcher does not report it", now)
 
@@ -313,15 +340,42 @@ class FleetState:
             for member in sorted(own, key=_goes_first)[: len(own) - self.wanted]:
                 self._drain(member, events.DRAIN_TIMEOUT_S, f"the target is {self.wanted}", now)
             return
-        under_way = len([one for one in own if one.state == "starting"])
-        count = min(self.wanted - len(own), self.slots, STARTS_MAX - under_way)
-        if now < self.start_again_at or count <= 0:
-            return
-        for _ in range(count):
-            member = _Member(f"rollout-{self.next_rank}", "joined", "starting", now, self.next_rank)
+        for spare in self._spares()[: self.wanted - len(own)]:
+            self._take(spare, now)
+        self._start("joined", self.wanted - len(self._own()), now)
+
+    def _start(self, kind: Kind, count: int, now: float) -> None:
+        """Start so many, as far as there is room."""
+        under_way = [one for one in (*self._own(), *self._spares()) if one.state == "starting"]
+        most = min(self.slots, STARTS_MAX - len(under_way)) if now >= self.start_again_at[kind] else 0
+        for _ in range(min(count, most)):
+            member = _Member(f"rollout-{self.next_rank}", kind, "starting", now, self.next_rank)
             self.next_rank += 1
             self._launch(member, now)
             self.slots -= 1
+
+    def _take(self, spare: _Member, now: float) -> None:
+        """Have a spare join: from now on it is a replica as any other, which has still to fetch its first weights."""
+        is_there, spare.kind, spare.why = spare.state == "spare", "joined", ""
+        if is_there:
+            spare.deadline = now + START_TIMEOUT_S
+            self._effects.append(events.Join(spare.name, spare.handle))
+            self._move(spare, "starting", "", now)
+        else:  # it is told when it says that it is a spare
+            self._changed(spare, now)
+        self._effects.append(events.Say(f"{spare.name} joins, a spare"))
+
+    def _keep_spares(self, now: float) -> None:
+        """Start spares when there is room, and everything else is well; stop one whose place is wanted."""
+        spares, own = self._spares(), self._own()
+        if spares and now - self.wanted_since >= WANTED_TIMEOUT_S:
+            self.wanted_since, self.start_again_at["spare"] = now, now + SPARE_DELAY_S
+            self._stop(spares[-1], "something else waits for resources", now)
+            return
+        is_well = self.is_known and len(own) == self.wanted and all(one.state != "starting" for one in own)
+        has_weights = any(one.version for one in own)  # or there would be nothing for a spare to fetch
+        if is_well and has_weights and self.wanted_since == math.inf:
+            self._start("spare", self.spares - len(spares), now)
 
     def _launch(self, member: _Member, now: float) -> None:
         member.deadline = now + START_TIMEOUT_S
@@ -332,7 +386,7 @@ class FleetState:
     def _start_of(self, member: _Member) -> events.Effect:
         if member.kind == "external":
             return events.StartExternal(member.name, member.url)
-        return events.Start(member.name, member.rank, frozenset(self.avoided))
+        return events.Start(member.name, member.rank, frozenset(self.avoided), member.kind == "spare")
 
     def _started(self, name: str, handle: Any, now: float) -> None:
         member = self.members.get(name)
@@ -341,12 +395,13 @@ class FleetState:
 
     def _fail(self, member: _Member, why: str, now: float) -> None:
         self._stop(member, why, now)
-        if member.kind != "joined":
+        if member.kind not in ("joined", "spare"):
             self._effects.append(events.Say(f"{member.name} {member.url} did not start: {why}"))
             return
-        delay_s = min(START_DELAY_MAX_S, START_DELAY_S * 2**self.failures)
-        self.failures = min(self.failures + 1, 32)
-        self.start_again_at, self.last_failure = now + delay_s, why
+        delay_s = min(START_DELAY_MAX_S, START_DELAY_S * 2 ** self.failures[member.kind])
+        self.failures[member.kind] = min(self.failures[member.kind] + 1, 32)
+        self.start_again_at[member.kind] = now + delay_s
+        self.last_failure = why if member.kind == "joined" else self.last_failure
         self._effects.append(events.Say(f"{member.name} did not start, the next try is in {delay_s:.0f} s: {why}"))
 
     # --- leaving ------------------------------------------------------------------------------------------------------
@@ -354,7 +409,7 @@ class FleetState:
     def _drain(self, member: _Member, timeout_s: float, why: str, now: float) -> None:
         if member.state == "draining":  # the time is another one
             member.deadline = member.deadline if member.is_aborted else now + timeout_s
-        elif member.state in ("starting", "lost") or member.handle is None:
+        elif member.state in ("starting", "spare", "lost") or member.handle is None:
             self._stop(member, why, now)
         else:
             member.deadline = now + timeout_s
@@ -401,7 +456,7 @@ class FleetState:
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def _add(self, count: int) -> None:
-        if not _is_whole(count) or count < 1:
+        if not events.is_whole(count) or count < 1:
             raise UsageError(f"add {count!r}: give the number of replicas to add, 1 or more")
         if self.wanted + count > self.maximum:
             raise UsageError(f"the target is {self.wanted}, and {count} more are above fleet_max, {self.maximum}")
@@ -414,7 +469,7 @@ class FleetState:
             self.by_policy = True
             self._effects.append(events.Say(f"the target is set by {self.policy}"))
             return
-        if not _is_whole(target):
+        if not events.is_whole(target):
             raise UsageError(f"target {target!r}: give a whole number of replicas")
         if not self.minimum <= target <= self.maximum:
             raise UsageError(f"target {target}: fleet_min and fleet_max allow {self.minimum} to {self.maximum}")
@@ -449,8 +504,8 @@ class FleetState:
             raise UsageError(f"no member is called {event.name!r}: there are {', '.join(self.members) or 'none'}")
         if member.state == "stopping":
             raise UsageError(f"{event.name} has left already: {member.why}")
-        _check_timeout(event.timeout_s)
-        if member.kind != "external" and member.state != "draining" and member.leaves_within_s is None:
+        events.check_timeout(event.timeout_s)
+        if member.kind in ("first", "joined") and member.state != "draining" and member.leaves_within_s is None:
             if self.wanted == self.minimum:
                 self._effects.append(events.Say(f"another one is started in its place: fleet_min is {self.minimum}"))
             self._aim(max(self.minimum, self.wanted - 1), "people")
@@ -465,12 +520,15 @@ class FleetState:
         there = [
             one
             for one in self.members.values()
-            if one.state != "stopping" and (one.node in event.nodes or (one.url and host_of(one.url) in event.hosts))
+            if one.state != "stopping"
+            and (one.node in event.nodes or (one.url and events.host_of(one.url) in event.hosts))
         ]
         if not there and not event.nodes:
-            known = sorted({*self.nodes.values(), *(host_of(one.url) for one in self.members.values() if one.url)})
+            known = sorted(
+                {*self.nodes.values(), *(events.host_of(one.url) for one in self.members.values() if one.url)}
+            )
             raise UsageError(f"there is no node {', '.join(event.hosts)!r}: there are {', '.join(known)}")
-        _check_timeout(event.timeout_s)
+        events.check_timeout(event.timeout_s)
         self.avoided |= event.nodes & self.nodes.keys()
         for member in there:
             self._drain(member, event.timeout_s, event.why, now)
@@ -509,8 +567,8 @@ class FleetState:
     def _why_later(self, now: float) -> str:
         if not self.is_known:
             return "the run's first replicas have not all reported yet"
-        if now < self.start_again_at:
-            return f"the last start failed, the next is in {self.start_again_at - now:.0f} s ({self.last_failure})"
+        if (wait_s := self.start_again_at["joined"] - now) > 0:
+            return f"the last start failed, the next is in {wait_s:.0f} s ({self.last_failure})"
         return "there is no room now" if self.slots <= 0 else f"{STARTS_MAX} start at a time"
 
     def _say_what_waits(self, event: events.Drain | events.DrainNodes, was_ready: bool, now: float) -> None:
@@ -543,24 +601,6 @@ class FleetState:
 
     def _changed(self, member: _Member, now: float) -> None:
         self._effects.append(events.Changed(self._shown(member, now)))
-
-
-def host_of(url: str) -> str:
-    """Return the host in an address like http://host:8000; of IPv6 without the brackets."""
-    found = re.match(r"https?://(?:\[([^\]]+)\]|([^/:]+))", url)
-    return (found[1] or found[2]).lower() if found else ""
-
-
-def _is_whole(count: Any) -> bool:
-    return isinstance(count, int) and not isinstance(count, bool)
-
-
-def _check_timeout(timeout_s: Any) -> None:
-    """Check a timeout: a deadline that never comes would keep a member for ever."""
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 <= timeout_s <= DRAIN_TIMEOUT_MAX_S:
-        limits = f"0 to {DRAIN_TIMEOUT_MAX_S:.0f}"
-        raise UsageError(f"a timeout of {timeout_s!r}: give the seconds that requests may take, {limits}")
 
 
 def _goes_first(member: _Member) -> tuple[bool, bool, int]:

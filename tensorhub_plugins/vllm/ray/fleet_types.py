@@ -19,11 +19,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-# first: there from the start. joined: started by the fleet. external: a server that no framework has started.
-Kind = Literal["first", "joined", "external"]
-# starting: not yet ready for the first time. lost: was ready, is not now, and may come back. stopping: what it used is
-# being given back. gone: that is done.
-State = Literal["starting", "ready", "lost", "draining", "stopping", "gone"]
+# first: there from the start. joined: started by the fleet. external: a server that no framework has started. spare:
+# started by the fleet, to be a joined one as soon as one is needed; until then it counts as no replica anywhere.
+Kind = Literal["first", "joined", "external", "spare"]
+# starting: not yet ready for the first time. spare: started, without weights or requests. lost: was ready, is not now,
+# and may come back. stopping: what it used is being given back. gone: that is done.
+State = Literal["starting", "spare", "ready", "lost", "draining", "stopping", "gone"]
 # restarting: Ray starts it again by itself (ActorUnavailableError). gone: it never will (ActorDiedError,
 # ActorUnschedulableError).
 Lost = Literal["", "restarting", "gone"]
@@ -44,6 +45,7 @@ class Seen:
     draining: bool = False  # the dispatcher knows that, and gives it no new requests
     lost: Lost = ""
     why: str = ""  # it is not ready, as it says itself
+    spare: bool = False  # its engine runs, and waits for `Launcher.join`
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class View:
     waiting: int  # requests that the dispatcher has, and has given to no member yet
     policy: str  # that sets the target; "" if people do
     now: float = 0.0  # seconds, on a clock that only goes forward
+    spares: int = 0  # that shall be kept beside the target; those there are among the members
 
     @property
     def in_flight(self) -> int:
@@ -91,7 +94,7 @@ class View:
 
     def count(self, *states: State) -> int:
         """First and joined members in one of these states."""
-        return sum(member.kind != "external" and member.state in states for member in self.members)
+        return sum(member.kind in ("first", "joined") and member.state in states for member in self.members)
 
 
 class Launcher(Protocol):
@@ -99,12 +102,17 @@ class Launcher(Protocol):
     calls of one run meet the same object. Calls for different names overlap; whatever blocks belongs into a thread.
     Errors are one sentence for people."""
 
-    async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
+    async def start(self, name: str, rank: int, avoid: Collection[str], spare: bool = False) -> Any:
         """Make one replica, and return its actor. rank: never used before in this run; avoid: nodes by Ray's ids.
+        spare: it follows nothing until `join`, needs no weights, and its heartbeats say so.
 
         Looks for free resources first and never waits for a placement group without limit. May be cancelled: `stop` is
         called then, as after an error.
         """
+        ...
+
+    async def join(self, name: str, handle: Any) -> None:
+        """Have a spare follow, as any other replica. Called again where Ray has started it again, and where it does."""
         ...
 
     async def start_external(self, name: str, url: str) -> Any:

@@ -32,6 +32,7 @@ from typing_extensions import Required, TypedDict
 from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Seen
 
+JOIN_INTERVAL_S = 0.2  # between heartbeats, and reports to the fleet, while one joins: its first answer waits for them
 STILL_MAX_S = 5.0  # between two looks: a dispatcher that looks once a second stood still for the rest
 DEATHS_MAX = 3  # in a row: the calls under way when an actor dies may say so of one that is started again
 
@@ -49,6 +50,7 @@ class Heartbeat(TypedDict, total=False):
     idle_s: float  # for so long it has fetched and installed nothing
     refusal: tuple[int, str]  # a newer version that it cannot install, and why
     stays: bool  # it will not go on to a newer version: pinned, or not one that follows
+    spare: bool  # its engine runs and holds no weights yet: the fleet says when it begins to follow
     follows: bool  # the store; others are moved in and out by their framework
     worker: str  # its name in the store and the event log: "rollout-3/0"
     node: str  # Ray's id of it
@@ -80,6 +82,7 @@ class Member:
     refusal: tuple[int, str] = (0, "")
     is_joining: bool = False  # not in rotation yet, because the others are further
     is_draining: bool = False
+    is_spare: bool = False
     is_lost: bool = False  # out of rotation since it fell silent or failed
     catch_up_to: int | None = None  # None: not heard since it was lost, or not ready since it joined
     is_restarting: bool = False  # its process has ended, and it was not ready since
@@ -161,6 +164,7 @@ class Members:
         self.timeout_s = heartbeat.get("timeout_s", self.timeout_s)
         was_silent = member.silent_since < now - self.timeout_s
         member.heartbeat, member.worker = heartbeat, heartbeat.get("worker", member.worker)
+        member.is_spare = heartbeat.get("spare", False)
         member.deaths, ready, silent_s = 0, heartbeat.get("ready", True), heartbeat.get("silent_s", 0.0)
         member.has_served = member.has_served or ready
         member.worked_at = max(member.worked_at, now - heartbeat.get("idle_s", math.inf))
@@ -195,6 +199,7 @@ class Members:
         if how != "unfit":
             member.deaths = member.deaths + 1 if how == "died" else 0
             member.is_restarting, member.has_served, member.refusal = True, False, (0, "")
+            member.is_spare = False  # before it says so again
         return is_new
 
     # --- silence ------------------------------------------------------------------------------------------------------
@@ -267,13 +272,13 @@ class Members:
     def is_stuck(self, version: int = 0, published: int = 0) -> bool:
         """Return whether none is able, and never will be: all of them refuse what is asked for, and what was
         published."""
-        there = [one for one in self.all.values() if not (one.is_gone or one.is_draining)]
+        there = [one for one in self.all.values() if not (one.is_gone or one.is_draining or one.is_spare)]
         refusing = self.refusing(max(version, published))
         return bool(there) and not self.able(version) and all(one in refusing for one in there)
 
     # --- the fleet ----------------------------------------------------------------------------------------------------
 
-    def seen(self, in_flight: Callable[[str], int], waiting: int = 0) -> Reported:
+    def seen(self, in_flight: Callable[[str], int], waiting: int = 0, *, now: float = -math.inf) -> Reported:
         """Return what the fleet is told. in_flight: requests that one has; waiting: those that none has.
 
         Those that their framework moves in and out are left out."""
@@ -289,6 +294,7 @@ class Members:
                 draining=one.is_draining,
                 lost="gone" if one.is_gone else "restarting" if one.is_restarting else "",
                 why=one.heartbeat.get("why", ""),
+                spare=one.is_spare and now - one.silent_since <= self.timeout_s,
             )
             for one in named
         ]

@@ -31,8 +31,10 @@ def constant(view: View, target: float) -> int:
 
 
 def free_resources(view: View) -> int:
-    """Return as many as Ray has room for: those that are there and one for every free slot. None leaves for it."""
-    return view.count("starting", "ready", "lost") + view.slots
+    """Return as many as Ray has room for beside the spares: those that are there and one for every free slot. None
+    leaves for it."""
+    lacking = view.spares - sum(one.kind == "spare" and one.state != "stopping" for one in view.members)
+    return view.count("starting", "ready", "lost") + max(0, view.slots - max(0, lacking))
 
 
 class QueueLength:

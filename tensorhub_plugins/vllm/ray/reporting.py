@@ -18,6 +18,7 @@ from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
 from tensorhub_plugins.vllm.ray.gauges import Gauges
 from tensorhub_plugins.vllm.ray.handles import opened, sealed
+from tensorhub_plugins.vllm.ray.members import JOIN_INTERVAL_S
 
 logger = get_logger(__name__)
 
@@ -49,6 +50,7 @@ class Reporter:
         self.dispatcher, self._before, self._figures = dispatcher, before, figures
         self._gauges = Gauges()
         self._said = ""
+        self._joins = False  # a replica
         self._ended = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self.run()), name="tensorhub-fleet", daemon=True)
 
@@ -71,7 +73,7 @@ class Reporter:
                 if self._said != type(error).__name__:  # once, not every second
                     logger.warning("no answer of the fleet, going on with the replicas there are: %r", error)
                 self._said = type(error).__name__
-            await asyncio.sleep(REPORT_INTERVAL_S)
+            await asyncio.sleep(JOIN_INTERVAL_S if self._joins else REPORT_INTERVAL_S)
 
     async def report(self) -> None:
         """Make one round."""
@@ -80,6 +82,7 @@ class Reporter:
         self._before()
         self._gauges.set(self._figures())
         now = self.dispatcher.seen()
+        self._joins = any(not (one.ready or one.lost or one.draining) for one in now.seen)
         # Also when all have left: others may come.
         actor = fleet.of_this_job() if now.seen or not now.unnamed else None
         if actor is not None:

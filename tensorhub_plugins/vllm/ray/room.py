@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import ray
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.util import placement_group, placement_group_table, remove_placement_group
 
 from tensorhub_plugins.core import DeadlineExceeded
@@ -19,6 +20,7 @@ SLOTS_MAX = 64  # what lies beyond is not counted: more are never started at onc
 PART_TIMEOUT_S = 5.0  # Ray gives what is free within a second, also when its head node is busy
 LOOK_INTERVAL_S = 0.2
 NODE_LABEL = "ray.io/node-id"
+COMMON = ("CPU", "memory", "object_store_memory")  # resources for which tasks queue all the time
 
 
 def slots(bundles: Sequence[Mapping[str, float]], *, avoid: Collection[str] = (), same_node: bool = True) -> int:
@@ -29,6 +31,25 @@ def slots(bundles: Sequence[Mapping[str, float]], *, avoid: Collection[str] = ()
     nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(avoid)
     free = ray._private.state.available_resources_per_node()
     return count([free[node] for node in sorted(nodes & free.keys())], bundles, same_node=same_node)
+
+
+def is_wanted() -> bool:
+    """Return whether an actor, a task or a placement group of any job waits for an accelerator that a node has."""
+    state = get_cluster_resource_state(ray._private.worker.global_worker.gcs_client)
+    asked = [one.request for one in state.pending_resource_requests]
+    for gang in state.pending_gang_resource_requests:
+        asked += [*gang.requests, *(one for choice in gang.bundle_selectors for one in choice.resource_requests)]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return any(needs_a_place(request.resources_bundle, nodes) for request in asked)
+
+
+def needs_a_place(request: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> bool:
+    """Return whether what waits for these resources needs an accelerator of one of the nodes with these totals. PURE.
+
+    What fits on no node waits for others to come, and no place here helps it."""
+    return any(amount and kind not in COMMON for kind, amount in request.items()) and any(
+        all(node.get(kind, 0.0) >= amount for kind, amount in request.items()) for node in nodes
+    )
 
 
 def count(
