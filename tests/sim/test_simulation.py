@@ -132,7 +132,7 @@ def test_a_hub_that_is_stopped_at_its_start_decides_nothing_when_it_wakes(
     if notices:
         assert world.run()["attempts"] > len(world.trainers.workers)
         return
-    monkeypatch.setattr(Registry, "was_deaf", lambda *_: None)
+    monkeypatch.setattr(Registry, "was_deaf", lambda *_: 0.0)
     with pytest.raises(Violation, match="hasty"):
         world.run()
 

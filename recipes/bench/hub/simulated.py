@@ -13,6 +13,7 @@ import heapq
 import os
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 
 from recipes.bench.hub.story import TRAINERS_HOST, Readers, heartbeat_of, hello, holding
@@ -20,6 +21,7 @@ from tensorhub_plugins.core import HubLimits
 from tensorhub_plugins.core.hub import hub as machine
 from tensorhub_plugins.core.hub.names import Names, public_name
 from tensorhub_plugins.core.hub.rates import Rates
+from tensorhub_plugins.core.hub.server import DEAF_S_MIN
 from tensorhub_plugins.core.protocol import messages as m
 
 IDLE_S = 2.0
@@ -83,7 +85,7 @@ class _Simulation:
         self.beat_s = [0.0] * (count + shards)
         self.heard = {"Welcome": 0}
         self.ended = 0
-        self.tick_at = self.now
+        self.tick_at = self.caught_up_at = self.now
         self.begin_phase()
         for shard in range(shards):
             self.send(count + shard, hello("trainer", shard, shards, TRAINERS_HOST))
@@ -106,6 +108,12 @@ class _Simulation:
             if self.now >= self.tick_at:
                 self._spend(lambda: self.hub.handle(machine.Tick(), self.now), wire_s=0.0)
                 self.tick_at = self.hub.next_deadline(self.now)
+            if not self.inbox:
+                self.caught_up_at = self.now
+            elif self.now - self.caught_up_at > DEAF_S_MIN:
+                deaf = machine.Tick(self.now - self.caught_up_at)
+                self.caught_up_at = self.now
+                self._spend(partial(self.hub.handle, deaf, self.now), wire_s=0.0)
             if self.inbox:
                 self._receive(*self.inbox.popleft())
                 self.tick_at = min(self.tick_at, self.hub.next_deadline(self.now))

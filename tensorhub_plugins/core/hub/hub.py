@@ -17,7 +17,7 @@ The rules it keeps (numbers as in the design)
     6  In the first `HubLimits.grace_s` after its start the hub answers nothing that depends on all workers:
        it confirms no unpublish, declares no version gone, elects no converter and gives no directive.
        A Hello that was sent to a previous hub is not believed: its worker is asked to send it again.
-       Time in which the hub stood still counts neither here nor as silence of a worker.
+       Time in which the hub was deaf (`Tick`) counts neither here nor as silence of a worker.
     7  An abandoned request is not carried out: each request says until when it is valid (`messages.Until`), because a
        hub that was stopped or disconnected receives later what has waited in a buffer meanwhile.
 
@@ -75,6 +75,7 @@ __all__ = ["Effect", "Event", "Hub", "Log", "Received", "Send", "Tick"]
 # When so many of the requests that wait for the same thing cannot be served, the rest cannot either. A request whose
 # worker has changed since, and that has moved to a queue of its own, does not count.
 FAILURES_PER_QUEUE_MAX = 4
+DEAF_LOG_S = 10.0  # between two lines about one deaf time
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
@@ -86,7 +87,8 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False):
-    """Time has passed. deaf_s: the part of it in which this process stood still (SIGSTOP, a held interpreter)."""
+    """Time has passed. deaf_s: the part of it in which messages may have come and were not read: this process stood
+    still (SIGSTOP, a held interpreter), or had more to do than it can."""
 
     deaf_s: float = 0.0
 
@@ -127,8 +129,7 @@ class Hub:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what to do, in order: messages to send, lines to log."""
         if isinstance(event, Tick) and event.deaf_s:
-            self._outbox.log(f"this hub stood still for {event.deaf_s:.1f} s: nobody is taken for silent meanwhile")
-            self.registry.was_deaf(event.deaf_s, now)
+            self._was_deaf(event.deaf_s, now)
         if not self._has_recovered and not self.registry.recovering(now):  # requests that waited for that come first
             self._has_recovered = True
             self._check_all()
@@ -201,6 +202,14 @@ class Hub:
         elif not isinstance(pending.message, m.Unpublish):
             waiters.park(pending)
         return reply is not None
+
+    def _was_deaf(self, seconds: float, now: float) -> None:
+        deaf_s = self.registry.was_deaf(seconds, now)
+        if deaf_s == seconds or deaf_s % DEAF_LOG_S < seconds:
+            self._outbox.log(
+                f"this hub has not read all that has come for {deaf_s:.1f} s: it stood still, or its core has more to "
+                "do than it can. No worker is taken for silent meanwhile"
+            )
 
     def _on_timer(self, due: Timed, now: float) -> None:
         waiters = self.registry.waiters

@@ -53,7 +53,7 @@ OWED_MAX = 2  # successive claims of readers' keys on a layout that may fail
 OWED_TIMES = 10  # for so many times the duration of such a claim, no other one is waited for
 UNUSED_HEARTBEATS = 10  # a segment takes less, and a reader that first needs memory can read elsewhere
 TIMER_STEP_S = 0.005  # the resolution of deadlines
-DEAF_KEPT_MAX = 32  # times that the hub stood still; silence before the first of them is counted in full
+DEAF_KEPT_MAX = 32  # times that the hub was deaf; silence before the first of them is counted in full
 VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer requests about them
 
 
@@ -86,16 +86,19 @@ class Registry:
         self._timers_set, self._timers_max = 0, TIMERS_KEPT_MIN
         self.readers_records_max = RECORDS_OF_READERS_MAX
         self.readers_records = 0  # what workers with a reader's key hold, report and read
-        self._deaf: deque[tuple[float, float]] = deque(maxlen=DEAF_KEPT_MAX)  # end and seconds of each deaf time
+        self._deaf: deque[tuple[float, float]] = deque(maxlen=DEAF_KEPT_MAX)  # begin and end of each deaf time
 
-    def was_deaf(self, seconds: float, now: float) -> None:
-        """Record that the hub could receive nothing for so long, until now: no worker counts as silent for it."""
-        self._deaf.append((now, seconds))
+    def was_deaf(self, seconds: float, now: float) -> float:
+        """Record that the hub has not read all that came for so long, until now; return for how long in one piece."""
+        began = self._deaf.pop()[0] if self._deaf and self._deaf[-1][1] >= now - seconds else now - seconds
+        self._deaf.append((began, now))
         self.schedule_recovery()
+        return now - began
 
     def silent_after(self, since: float, seconds: float) -> float:
         """Return when the hub has listened for so many seconds from `since` on."""
-        return since + seconds + (sum(deaf for until, deaf in self._deaf if until > since) if self._deaf else 0.0)
+        deaf_s = sum(until - max(began, since) for began, until in self._deaf if until > since) if self._deaf else 0.0
+        return since + seconds + deaf_s
 
     @property
     def recovered(self) -> float:

@@ -55,7 +55,7 @@ BACKLOG = 4096  # thousands of workers connect at once when a job starts; Linux'
 FILES_KEPT = 64  # for what is no worker: refused connections, requests for the status, logs
 FILES_FREE_MIN = 2  # ZeroMQ needs one to accept a connection, and would only fail silently
 FIGURES_TIMEOUT_S = 5.0  # for the hub's thread to say what it measures: it looks ten times a second
-DEAF_S_MIN = 1.0  # between two readings of the clock, normally a tenth of that: we were stopped, or starved
+DEAF_S_MIN = 1.0  # for which something was left to read, normally a tenth of that: we were stopped, starved or swamped
 RECEIVE_BURST_MAX = 1_000  # messages handled before the clock is read again
 REFUSALS_LOGGED_PER_S = 10
 LOGGED_PER_S = 1000  # lines in all: thousands of workers may come, or be lost, at once
@@ -141,7 +141,7 @@ class Server(OfThisProcess):
         self._limits = HubLimits() if limits is None else limits
         self._files_max, self._is_full = raise_files_max(), False  # full, and logged as such
         self._sessions_max = min(SESSIONS_MAX, max(1, files_left(self._files_max) - FILES_KEPT))
-        self._awake_at, self._hub = clock(), self._new_hub(clock())
+        self._hub, self._is_caught_up, self._caught_up_at = self._new_hub(clock()), True, clock()  # see `_now`
         self._names, self._rates = Names(), Rates(self._limits.messages_per_s_max)
         self._unreachable: list[hub.Received] = []  # Byes for workers that have ended without sending one
         self._failures: dict[bytes, int] = {}  # by session
@@ -207,8 +207,7 @@ class Server(OfThisProcess):
         return made
 
     def _run(self) -> None:
-        who, most = self._hub.session.hex()[:8], self._sessions_max
-        log.info("hub %s listens on %s, for %d workers at most", who, self.address, most)
+        log.info("hub %s listens on %s, for %d workers", self._hub.session.hex()[:8], self.address, self._sessions_max)
         next_tick = self._clock()
         poller = self._poller()
         try:
@@ -219,7 +218,8 @@ class Server(OfThisProcess):
                     self._check_files()
                     next_tick = self._hub.next_deadline(now)
                 self._say_figures(now)
-                if poller.poll(int(1000 * min(0.1, max(0.0, next_tick - now)))):
+                self._is_caught_up = not poller.poll(int(1000 * min(0.1, max(0.0, next_tick - now))))
+                if not self._is_caught_up:
                     self._let_in()
                     self._receive_burst()
                     next_tick = min(next_tick, self._hub.next_deadline(now))  # a new deadline may be sooner
@@ -245,9 +245,13 @@ class Server(OfThisProcess):
                 asked.set_exception(error)
 
     def _now(self) -> float:
-        """Return the clock's time; when this process has stood still until now, notify the hub of that first."""
+        """Return the clock's time; notify the hub first when messages may have waited for long until now: this process
+        has stood still, or had more to do than it could. `_caught_up_at`: what had come by then was read, or the hub
+        knows that it was not."""
         now = self._clock()
-        deaf_s, self._awake_at = now - self._awake_at, now
+        deaf_s = now - self._caught_up_at
+        if self._is_caught_up or deaf_s > DEAF_S_MIN:
+            self._caught_up_at = now
         if deaf_s > DEAF_S_MIN:
             self._handle(hub.Tick(deaf_s), now)
         return now
@@ -281,6 +285,7 @@ class Server(OfThisProcess):
             try:
                 identity, frame, role = self._receive_one()
             except zmq.Again:
+                self._is_caught_up = True
                 return
             more = self._drain() if self._socket.getsockopt(zmq.RCVMORE) else 0
             if not self._listens_to(identity, len(frame)):

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub, outbox, rates, server
 from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, HOSTS_MAX, SHARDS_MAX, Location, ShardKey, check_name, printable
@@ -291,6 +293,41 @@ def test_who_floods_hears_it_once_and_nobody_else_notices() -> None:
         assert isinstance(ask(worker, m.Retain(3, 1)), m.Done) and not flood.poll(500)  # not told again, nor answered
         now[0] += 1.0
         assert isinstance(ask(flood, m.Retain(2000, 1)), m.Unknown)  # it may speak again
+
+
+@pytest.mark.parametrize("is_noticed", [True, False], ids=["", "the control: the hub does not know that it is behind"])
+def test_a_hub_that_is_behind_takes_no_worker_for_silent(monkeypatch: pytest.MonkeyPatch, is_noticed: bool) -> None:
+    """What workers have sent waits behind 500 messages of others, each of which takes a tenth of a second."""
+    now, step, behind = [100.0], [0.0], [0]
+
+    def clock() -> float:
+        now[0] += step[0]
+        return now[0]
+
+    if not is_noticed:
+        monkeypatch.setattr(Registry, "was_deaf", lambda *_: 0.0)
+    with (
+        Server(limits=HubLimits(grace_s=0.0), clock=clock) as running,
+        peer(running.address) as others,
+        peer(running.address) as worker,
+    ):
+        receive = running._receive_one
+
+        def first() -> tuple[bytes, bytes, Any]:
+            identity, frame, role = receive() if not behind[0] else others_say[0]
+            if m.decode_from_client(frame) == m.Retain(7, 1):  # the first of them
+                behind[0], others_say[0] = (behind[0] or 501) - 1, (identity, frame, role)
+                step[0] = 0.1 if behind[0] else 0.0
+            return identity, frame, role
+
+        others_say: list[tuple[bytes, bytes, Any]] = [(b"", b"", "publisher")]
+        monkeypatch.setattr(running, "_receive_one", first)
+        assert isinstance(ask(worker, hello()), m.Welcome)
+        assert isinstance(ask(worker, m.Publish(2, HELD)), m.Done)
+        others.send(m.encode(m.Retain(7, 1)))
+        assert all(isinstance(m.decode_from_hub(others.recv()), m.Unknown) for _ in range(501))
+        assert now[0] > 150 - 1e-6  # more than three times as long as silence may last
+        assert isinstance(ask(worker, m.Retain(3, 1)), m.Done if is_noticed else m.Unknown)
 
 
 def test_what_workers_do_is_far_below_the_limit() -> None:
