@@ -115,7 +115,8 @@ class PolicyModelActor(_Policy):
         )
 
     def _load(self, load_ckpt: Any, options: config.Options, engine: Any, path: str) -> Any:
-        """Stand for OpenRLHF's way to load a checkpoint: the weights come from the store if they can."""
+        """Stand for OpenRLHF's way to load a checkpoint, once: the weights come from the store if they can."""
+        self.strategy.load_ckpt = load_ckpt
         self._connect(options)
         if not self._recovery.resume(recovery.folder_of(path), options.timeout_s):
             return load_ckpt(engine, path)

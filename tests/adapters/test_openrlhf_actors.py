@@ -18,7 +18,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2Fo
 
 from tensorhub_plugins.core import CHECKPOINT, Client, TensorSpec, start_server  # noqa: E402
 from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
-from tensorhub_plugins.openrlhf import engine, parts, trainer  # noqa: E402
+from tensorhub_plugins.openrlhf import engine, parts, recovery, trainer  # noqa: E402
 from tensorhub_plugins.openrlhf.journal import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
 from tensorhub_plugins.vllm import checkpoint_names  # noqa: E402
@@ -224,6 +224,13 @@ def test_what_is_published_are_the_tensors_that_would_be_saved(tmp_path: Any) ->
             assert tensors.keys() == truth.keys()
             assert all(torch.equal(tensors[name], tensor) for name, tensor in truth.items())
         rank._publisher.close()
+    own, names = dict(model.named_parameters()), set()
+    with torch.no_grad():
+        for held in recovery.held_whole(model, rank._steps):  # which a run that resumes writes into
+            assert not all(tensor.eq(7).all() for tensor in own.values())
+            held.tensor.fill_(7)
+            names.add(held.whole.name)
+    assert names == truth.keys() and all(tensor.eq(7).all() for tensor in own.values())
 
 
 def test_only_a_model_that_is_saved_as_it_is_can_be_published_in_parts() -> None:

@@ -62,6 +62,7 @@ def test_another_program_is_refused() -> None:
         ([*FLAG, "--train.colocate_all", "--actor.num_gpus_per_node", "2"], "the store is not used"),
         (["--vllm.sync_backend", "tensorhub:?fleet_policy=nowhere.at_all"], "nowhere"),
         (["--vllm.sync_backend", "tensorhub:?fleet_min=3&fleet_max=2"], "option fleet_max is 2"),
+        (["--vllm.sync_backend", "tensorhub:?run=r&recover_weights=latest"], "the run's own hub ends with it"),
         ([*FLAG, "--ds.lora.rank", "513"], "vLLM takes adapters of rank 512 at most"),
         ([*FLAG, "--ds.load_in_4bit"], "leave out --ds.load_in_4bit"),
         ([*FLAG, "--ds.param_dtype", "fp16"], "use bf16"),
@@ -112,7 +113,7 @@ def test_what_nobody_had_thought_of_is_a_sentence_too() -> None:
 @needs_openrlhf
 def test_what_will_happen_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with start_server() as server:
-        backend = f"tensorhub{server.address.removeprefix('tcp')}?keep=3&pull_until=9"
+        backend = f"tensorhub{server.address.removeprefix('tcp')}?keep=3&pull_until=9&run=r&recover_weights=latest"
         partial = ["--train.async_enable", "--train.partial_rollout_enable", "--vllm.sync_with_ray"]
         line = [*JOB, *partial, "--eval.dataset", "d", "--actor.num_gpus_per_node", "4"]
         assert doctor.main(["-m", doctor.OURS, *line, "--vllm.sync_backend", backend]) == 0
@@ -125,6 +126,7 @@ def test_what_will_happen_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         "every engine stays with one version",
         "--vllm.sync_with_ray has no effect",
         "no version after 9",
+        "a run that resumes takes the NEWEST weights that workers hold",
         "fleet: 2 engines, at least 1",
         "nothing is wrong",
     ):

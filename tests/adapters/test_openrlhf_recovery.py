@@ -109,10 +109,12 @@ def replace_weights(folder: Path) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
-    if not torch.cuda.is_available():  # as recipes/cpu/openrlhf_environment.sh
-        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(shared / "cache" / "torch_extensions"))
-        monkeypatch.setenv("PYTHONPATH", str(ROOT / "recipes" / "cpu" / "openrlhf"), prepend=os.pathsep)
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("OUT", str(shared))
+        script = f". {ROOT}/recipes/cpu/openrlhf_environment.sh; env -0"
+        for line in subprocess.check_output(["bash", "-c", script], text=True).split("\0")[:-1]:
+            name, _, value = line.partition("=")
+            monkeypatch.setenv(name, value)
     command = [ROOT / "recipes/verl_grpo/make_model.py", tmp_path / "model", "--size", "tiny"]
     subprocess.run([sys.executable, *map(str, command)], check=True, timeout=TIMEOUT_S)
 
