@@ -85,15 +85,18 @@ class Engines:
             able = self.table.able(version) if self.has_begun else []
         return able or self.live(version)
 
-    def check(self, *, wait_s: float = HEARTBEAT_TIMEOUT_S) -> None:
-        """Make one round of heartbeats, with that long for the answers."""
+    def check(self, *, wait_s: float = HEARTBEAT_TIMEOUT_S, joining: bool = False) -> None:
+        """Make one round of heartbeats, with that long for the answers. joining: ask only those that join, if any."""
         with self.lock:
+            if joining and not any(member.is_joining for member in self.members):
+                return
             now = time.monotonic()
             idle_s, self._checked_at = now - self._checked_at, now
             for member in self.members:
                 if member.name not in self._probes:
-                    self._probes[member.name] = member.handle.tensorhub_heartbeat.remote()
                     member.silent_since = min(now, member.silent_since + idle_s)  # nothing was asked
+                    if member.is_joining or not joining:
+                        self._probes[member.name] = member.handle.tensorhub_heartbeat.remote()
             probes = list(self._probes.values())
             if any(now - member.silent_since > self.table.timeout_s for member in self.members):
                 wait_s = HEARTBEAT_TIMEOUT_S  # we may have stood still, and their answers are on the way

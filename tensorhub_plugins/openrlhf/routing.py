@@ -59,7 +59,12 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self._tokenizer = ray.put(self.tokenizer)  # megabytes, which OpenRLHF sends along with every prompt
         self._client = connect(options, replica="generator")
         # Beside this process, which is silent for minutes in sync training while the trainer works.
-        self.reporter = Reporter(self.engines, lambda: self.engines.check(wait_s=0.0), self._figures)
+        self.reporter = Reporter(
+            self.engines,
+            lambda: self.engines.check(wait_s=0.0),
+            self._figures,
+            lambda: self.engines.check(wait_s=0.0, joining=True),
+        )
         self.reporter.start()
 
     # --- one evaluation, one version ----------------------------------------------------------------------------------

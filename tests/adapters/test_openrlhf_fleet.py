@@ -98,6 +98,28 @@ def test_a_spare_gets_no_prompt_before_it_has_joined(ray: FakeRay) -> None:
     assert spare.asked
 
 
+def test_between_reports_those_are_asked_that_join_and_the_others_silence_does_not_count(ray: FakeRay) -> None:
+    here, joiner = FakeEngine(3), FakeEngine()
+    beats: list[str] = []
+    here.do_tensorhub_heartbeat = lambda: beats.append("here") or {"version": 3}  # type: ignore[assignment,func-returns-value]
+    heartbeat: dict[str, Any] = {"version": 0, "ready": False}
+    joiner.do_tensorhub_heartbeat = lambda: beats.append("joiner") or heartbeat  # type: ignore[assignment,func-returns-value]
+    engines = make([here]).engines
+    engines.live()
+    engines.apply(engines.table.all, [Entry("rollout-0", here, "first"), Entry("rollout-1", joiner, "joined")])
+    beats.clear()
+    for _ in range(200):
+        ray.now += 0.2
+        engines.check(wait_s=0.0, joining=True)
+    assert set(beats) == {"joiner"} and engines.table.all["rollout-0"].in_rotation and not ray.killed
+    heartbeat.update(version=3, ready=True)
+    engines.check(wait_s=0.0, joining=True)
+    assert engines.table.all["rollout-1"].in_rotation
+    beats.clear()
+    engines.check(wait_s=0.0, joining=True)
+    assert beats == []  # nobody joins
+
+
 def test_what_an_engine_has_that_is_no_longer_in_the_fleet_goes_on_elsewhere(ray: FakeRay) -> None:
     here, leaver = FakeEngine(), FakeEngine()
     generator = make([here, leaver], per_engine=3)

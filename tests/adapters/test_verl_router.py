@@ -102,6 +102,7 @@ class Router(Actor):
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr(routing, "HEARTBEAT_INTERVAL_S", 0.02)
+    monkeypatch.setattr(routing, "JOIN_INTERVAL_S", 0.02)
     monkeypatch.setattr(reporting, "REPORT_INTERVAL_S", 0.02)
 
 

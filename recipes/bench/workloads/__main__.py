@@ -88,7 +88,7 @@ def measure(workload: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         for path in paths[first:] + paths[:first]:
             began = time.monotonic()
             play = {"round": number + 1, **stage.play(workload, path, setting, imports_s)}
-            imports_s = play["join"] and play["join"]["imports_s"]
+            imports_s = (play["join"] and play["join"]["imports_s"]) or imports_s
             plays.append(play)
             print(
                 f"{workload} round {number + 1} {path:7} {summary(workload, play)} ({time.monotonic() - began:.0f} s)",

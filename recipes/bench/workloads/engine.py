@@ -99,13 +99,17 @@ class Engine:
 
     # --- the store: it follows by itself ---
 
+    def connect(self, extra: Mapping[str, Any]) -> None:
+        """Join the store with an engine that has started without it, as a fleet's spare."""
+        self._ask(partial(self._rpc, "tensorhub_connect", dict(extra)))
+
     def follow(self, hub: str) -> None:
         """Begin to."""
         location = Location(self.data_center, "", self.name)
         names = {"run": "bench", "model": "actor", "replica": f"{self.name}-follow"}
         client = Client(hub, **names, location=location, transports=PORTS, advertise_host=self.address)
         follower = Follower(self, client.target, worker=self.name, timeout_s=TIMEOUT_S)
-        follower.version = self.version = self._ask(lambda: self._rpc("tensorhub_poll")[0]["version"])
+        follower.version = self.version = self._ask(lambda: self._rpc("tensorhub_poll")[0]["version"] or 0)
         threading.Thread(target=lambda: asyncio.run(follower.follow()), name="follow", daemon=True).start()
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:

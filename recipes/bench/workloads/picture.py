@@ -14,7 +14,14 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 from recipes.bench.workloads.report import GOALS, JOINER, PATHS, TITLES, Report, window  # noqa: E402
 
-COLOURS = {"store": "#2ca02c", "deltas": "#1f77b4", "star": "#ff9f1c", "stock": "#d62728", "restart": "#7f1d1d"}
+COLOURS = {
+    "store": "#2ca02c",
+    "spare": "#98df8a",
+    "deltas": "#1f77b4",
+    "star": "#ff9f1c",
+    "stock": "#d62728",
+    "restart": "#7f1d1d",
+}
 STARTING = "#c6b8dc"
 NOTHING_S = 1e-3  # where a bar ends that stands for no stall at all: the axis is logarithmic
 LABEL_WIDTH = 28  # characters

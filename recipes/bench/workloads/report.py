@@ -11,7 +11,7 @@ from typing import Any
 
 PATHS = {  # stock cannot take in an engine: its users make a larger group with everybody stopped, or restart the job
     "standalone": ("store", "deltas", "star", "stock"),
-    "elastic": ("store", "star", "stock", "restart"),
+    "elastic": ("store", "spare", "star", "stock", "restart"),
     "cross": ("store", "deltas", "star", "stock"),
 }
 CHANGED_PERCENT = 1.0  # of the elements of a version, on the path "deltas"; on all others everything changes

@@ -67,6 +67,8 @@ def play(workload: str, path: str, setting: Setting, imports_s: float | None = N
         limits = _limits(trainer, engines[-1])
         joiner = engines.pop() if workload == "elastic" else None
         fleet.begin(engines)
+        if isinstance(fleet, Spare) and joiner is not None:
+            fleet.start_spare(joiner)
         updates: list[dict[str, Any]] = []
         for version in range(2, 2 + WARM_UP + (0 if joiner else setting.versions)):
             before = trainer.call("digests")
@@ -79,7 +81,7 @@ def play(workload: str, path: str, setting: Setting, imports_s: float | None = N
         if joiner is not None:
             imports_s = imports_take_s() if imports_s is None else imports_s
             sent = sent_bytes(wires, trainer)
-            join = {**fleet.join(joiner, engines), "imports_s": imports_s}
+            join = {"imports_s": imports_s, **fleet.join(joiner, engines)}
             engines.append(joiner)
         sleep_until(join["asked"] + JOIN_S if join else updates[-1]["began"] + PERIOD_S[workload])
         ended = now()
@@ -188,8 +190,11 @@ class Store:
     def _tell_start(self, engine: Host) -> None:
         if self.star:
             engine.call("read_the_trainer")
+        engine.tell("start", self.setting.bare, "tensorhub", self._joining(engine))
+
+    def _joining(self, engine: Host) -> dict[str, Any]:
         who = engine.call("who")
-        extra = {
+        return {
             "hub": self.hub,
             "run": "bench",
             "model": "actor",
@@ -200,7 +205,6 @@ class Store:
             "install": "staged",
             "serve_from": "live" if self.star else "host",  # a star's engine serves nothing anyway
         }
-        engine.tell("start", self.setting.bare, "tensorhub", extra)
 
     def update(self, version: int, engines: Sequence[Host]) -> dict[str, Any]:
         began, ended = self.trainer.call("publish", version)
@@ -214,6 +218,28 @@ class Store:
         token = joiner.call("wait_token", asked)
         joiner.call("follow", self.hub)
         return {"asked": asked, "token": token, "weights_s": made["load_s"], "trainer_s": 0.0, "restarted": None}
+
+
+class Spare(Store):
+    """The store, and the engine that is asked for has started before, with dummy weights and without requests."""
+
+    def start_spare(self, engine: Host) -> None:
+        engine.call("start", self.setting.bare, "dummy", {}, False)
+
+    def join(self, joiner: Host, engines: Sequence[Host]) -> dict[str, Any]:
+        joining, asked = self._joining(joiner), now()
+        joiner.call("connect", joining)
+        joiner.call("follow", self.hub)
+        installed = joiner.call("wait_version", 1 + WARM_UP)
+        token = joiner.call("wait_token", asked)
+        return {
+            "asked": asked,
+            "token": token,
+            "weights_s": installed - asked,
+            "trainer_s": 0.0,
+            "restarted": None,
+            "imports_s": 0.0,  # done before
+        }
 
 
 class Stock:
@@ -295,5 +321,7 @@ def make_fleet(path: str, trainer: Host, setting: Setting, hub: Host) -> Store |
             return Stock(trainer, setting)
         case "restart":
             return Restart(trainer, setting)
+        case "spare":
+            return Spare(trainer, setting, hub, star=False)
         case _:
             return Store(trainer, setting, hub, star=path == "star")

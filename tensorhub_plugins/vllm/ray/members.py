@@ -32,7 +32,7 @@ from typing_extensions import Required, TypedDict
 from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Seen
 
-JOIN_INTERVAL_S = 0.2  # between heartbeats, and reports to the fleet, while one joins: its first answer waits for them
+JOIN_INTERVAL_S = 0.2  # between heartbeats of one that joins, whose first answer waits for them
 STILL_MAX_S = 5.0  # between two looks: a dispatcher that looks once a second stood still for the rest
 DEATHS_MAX = 3  # in a row: the calls under way when an actor dies may say so of one that is started again
 

@@ -6,6 +6,7 @@ with those it has.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
@@ -18,11 +19,11 @@ from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
 from tensorhub_plugins.vllm.ray.gauges import Gauges
 from tensorhub_plugins.vllm.ray.handles import opened, sealed
-from tensorhub_plugins.vllm.ray.members import JOIN_INTERVAL_S
 
 logger = get_logger(__name__)
 
 REPORT_INTERVAL_S = 1.0
+TURNS = 5  # from one report to the next
 ANSWER_TIMEOUT_S = 15.0  # the fleet's actor may be starting again
 
 
@@ -39,18 +40,19 @@ class Dispatcher(Protocol):
 
 
 class Reporter:
-    """before: called before each report. figures: of the replicas now, for Ray's metrics."""
+    """before: called before each report. figures: of the replicas now, for Ray's metrics. between: called some times
+    from one report to the next."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         before: Callable[[], None] = lambda: None,
         figures: Callable[[], Mapping[str, float]] = dict,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
-        self.dispatcher, self._before, self._figures = dispatcher, before, figures
+        self.dispatcher, self._before, self._figures, self._between = dispatcher, before, figures, between
         self._gauges = Gauges()
         self._said = ""
-        self._joins = False  # a replica
         self._ended = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self.run()), name="tensorhub-fleet", daemon=True)
 
@@ -65,15 +67,20 @@ class Reporter:
 
     async def run(self) -> None:
         """Report until `stop`."""
-        while not self._ended.is_set():
+        for turn in itertools.count():
+            if self._ended.is_set():
+                return
             try:
-                await self.report()
-                self._said = ""
+                if turn % TURNS:
+                    self._between()
+                else:
+                    await self.report()
+                    self._said = ""
             except Exception as error:  # whatever it is, the next round may go well
                 if self._said != type(error).__name__:  # once, not every second
                     logger.warning("no answer of the fleet, going on with the replicas there are: %r", error)
                 self._said = type(error).__name__
-            await asyncio.sleep(JOIN_INTERVAL_S if self._joins else REPORT_INTERVAL_S)
+            await asyncio.sleep(REPORT_INTERVAL_S / TURNS)
 
     async def report(self) -> None:
         """Make one round."""
@@ -82,7 +89,6 @@ class Reporter:
         self._before()
         self._gauges.set(self._figures())
         now = self.dispatcher.seen()
-        self._joins = any(not (one.ready or one.lost or one.draining) for one in now.seen)
         # Also when all have left: others may come.
         actor = fleet.of_this_job() if now.seen or not now.unnamed else None
         if actor is not None:

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import ray
-from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.util import placement_group, placement_group_table, remove_placement_group
 
 from tensorhub_plugins.core import DeadlineExceeded
@@ -35,6 +34,8 @@ def slots(bundles: Sequence[Mapping[str, float]], *, avoid: Collection[str] = ()
 
 def is_wanted() -> bool:
     """Return whether an actor, a task or a placement group of any job waits for an accelerator that a node has."""
+    from ray.autoscaler.v2.sdk import get_cluster_resource_state  # where it is asked for
+
     state = get_cluster_resource_state(ray._private.worker.global_worker.gcs_client)
     asked = [one.request for one in state.pending_resource_requests]
     for gang in state.pending_gang_resource_requests:
