@@ -39,7 +39,8 @@ def is_wanted() -> bool:
     state = get_cluster_resource_state(ray._private.worker.global_worker.gcs_client)
     asked = [one.request for one in state.pending_resource_requests]
     for gang in state.pending_gang_resource_requests:
-        asked += [*gang.requests, *(one for choice in gang.bundle_selectors for one in choice.resource_requests)]
+        choices = getattr(gang, "bundle_selectors", ())  # earlier versions of Ray have `requests` only
+        asked += [*gang.requests, *(one for choice in choices for one in choice.resource_requests)]
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return any(needs_a_place(request.resources_bundle, nodes) for request in asked)
 
