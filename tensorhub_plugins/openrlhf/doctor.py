@@ -37,6 +37,7 @@ from tensorhub_plugins.vllm.outlook import (
     adapter_summary,
     check_heads,
     count,
+    fleet_summary,
     gpus_summary,
     memory_summary,
 )
@@ -171,13 +172,11 @@ def tell(outlook: Outlook, options: Options, args: Any, needs: Mapping[str, int]
         outlook.tell(memory_summary, options, model, "each worker of an engine", slice_, tp)
         if engines > 1:
             outlook.said.append(BESIDE)
-    spares = f", {options.fleet_spares} more as spares" if options.fleet_spares else ""
     if options.fleet_policy is not None:
         target = f"as many as {options.fleet_policy} says"
     else:
         target = count(options.fleet_target or engines, "engine")
-    bounds = f"at least {options.fleet_min}, at most {options.fleet_max}{spares}"
-    outlook.said.append(f"fleet: {target}, {bounds}; `tensorhub fleet` adds and drains")
+    outlook.said.append(fleet_summary(options, target))
     if args.eval.dataset:
         outlook.said.append("evaluation: every engine stays with one version until the end of it")
     if args.vllm.sync_with_ray:

@@ -25,6 +25,7 @@ from tensorhub_plugins.vllm.outlook import (
     adapter_summary,
     check_number,
     count,
+    fleet_summary,
     gpus_summary,
     is_meant,
     memory_summary,
@@ -484,10 +485,7 @@ def check_fleet(options: Options, rollout: Any) -> str:
     elif router not in (None, str(ROUTER)):
         why = f"the router of rollout.router_config_path={router} knows no fleet: leave that out"
     else:
-        target = options.fleet_policy or options.fleet_target or "as many replicas as verl starts"
-        spares = f", {options.fleet_spares} more as spares" if options.fleet_spares else ""
-        bounds = f"at least {options.fleet_min}, at most {options.fleet_max}{spares}"
-        return f"fleet: {target}, {bounds}; `tensorhub fleet` adds and drains"
+        return fleet_summary(options, options.fleet_policy or options.fleet_target or "as many replicas as verl starts")
     asked = [name for name in FLEET if getattr(options, name) != getattr(Options(), name)]
     if asked:
         raise UsageError(f"{WHERE}.{asked[0]} would do nothing: {why}, or leave it out")

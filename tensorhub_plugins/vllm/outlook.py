@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tensorhub_plugins.core import TensorHubError, UsageError
-from tensorhub_plugins.core.options import Need, RecoverWeights, StoreOptions, need_summary
+from tensorhub_plugins.core.options import Need, RecoverWeights, StoreOptions, TrainingOptions, need_summary
 
 BESIDE = "memory: engines beside it on its host use the same copies, and take none of their own"
 MISSPELT_MIN = 0.7  # difflib's ratio; other back ends of verl are below 0.5, of torch (nccl, gloo, xccl) below 0.3
@@ -99,6 +99,13 @@ def recovery_summary(mode: RecoverWeights, *, retains: bool) -> str:
         what = "takes the weights of its checkpoint from workers that hold them"
     less = "" if retains else "; LOOK: retain_copies=2 has another host hold a copy, else none may"
     return f"a run that resumes {what}, and loads them where nobody does{less}"
+
+
+def fleet_summary(options: TrainingOptions, target: object) -> str:
+    """Return how many replicas a run has. target: how many there shall be, or what says so."""
+    spares = f", {options.fleet_spares} more as spares" if options.fleet_spares else ""
+    bounds = f"at least {options.fleet_min}, at most {options.fleet_max}{spares}"
+    return f"fleet: {target}, {bounds}; `tensorhub fleet` adds and drains"
 
 
 def memory_summary(options: StoreOptions, model: Model, worker: str, need: Need, workers: int) -> str:

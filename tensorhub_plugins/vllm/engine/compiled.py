@@ -157,6 +157,7 @@ class Compiled:
             return
         described = client.fetch(newest, wanted=(), timeout_s=deadline.remaining())  # no bytes, of any size, yet
         size_bytes = sum(manifest.size_bytes for manifest in described.manifests.values())
+        described.release()
         if size_bytes > SIZE_BYTES_MAX:
             raise VersionRefused(f"version {newest} takes {gigabytes(size_bytes)}: at most {gigabytes(SIZE_BYTES_MAX)}")
         fetched = client.fetch(newest, serve=True, timeout_s=deadline.remaining())

@@ -93,9 +93,7 @@ class FleetState:
     firsts: int = 0  # members that were there from the start, also those that are gone
     is_known: bool = False  # all of those have been reported
     reported_at: float = -math.inf
-    failures: dict[Kind, int] = field(
-        default_factory=lambda: {"joined": 0, "spare": 0}
-    )  # of starts, since one went well
+    failures: dict[Kind, int] = field(default_factory=lambda: {"joined": 0, "spare": 0})  # since a start went well
     start_again_at: dict[Kind, float] = field(default_factory=lambda: {"joined": 0.0, "spare": 0.0})
     last_failure: str = ""
     wanted_since: float = math.inf  # something on the cluster waits for resources since then

@@ -19,11 +19,12 @@ from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
 from tensorhub_plugins.vllm.ray.gauges import Gauges
 from tensorhub_plugins.vllm.ray.handles import opened, sealed
+from tensorhub_plugins.vllm.ray.members import JOIN_INTERVAL_S
 
 logger = get_logger(__name__)
 
 REPORT_INTERVAL_S = 1.0
-TURNS = 5  # from one report to the next
+TURNS = round(REPORT_INTERVAL_S / JOIN_INTERVAL_S)  # from one report to the next
 ANSWER_TIMEOUT_S = 15.0  # the fleet's actor may be starting again
 
 
