@@ -330,6 +330,16 @@ def test_a_hub_that_is_behind_takes_no_worker_for_silent(monkeypatch: pytest.Mon
         assert isinstance(ask(worker, m.Retain(3, 1)), m.Done if is_noticed else m.Unknown)
 
 
+def test_of_a_deaf_time_counts_what_came_after_a_worker_was_heard() -> None:
+    registry = Registry(bytes(16), 0.0, HubLimits())
+    assert registry.was_deaf(10.0, now=20.0) == 10.0
+    for heard, deaf_s in ((5.0, 10.0), (12.0, 8.0), (20.0, 0.0)):
+        assert registry.silent_after(heard, 5.0) == heard + 5.0 + deaf_s
+    assert registry.was_deaf(1.0, now=21.0) == 11.0  # it went on
+    assert registry.was_deaf(1.0, now=30.0) == 1.0
+    assert registry.silent_after(12.0, 5.0) == 12.0 + 5.0 + 9.0 + 1.0
+
+
 def test_what_workers_do_is_far_below_the_limit() -> None:
     """A worker that ends the leases of 8,192 shards at once, tells all it holds, and beats its heart for a minute."""
     limited, now = rates.Rates(HubLimits().messages_per_s_max), 0.0
