@@ -24,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO, get_args
 
-from tensorhub_plugins.core import log, run_log
+from tensorhub_plugins.core import log, resources, run_log
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
@@ -67,9 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return 128 + signal.SIGPIPE
-    except OSError as error:
+    except (OSError, RuntimeError, MemoryError) as error:
+        refused = resources.refusal(error)
+        if refused is None and not isinstance(error, OSError):
+            raise
         _discard_output()
-        _say(f"tensorhub: {error}")
+        _say(f"tensorhub: {refused or error}")
         return _failure(given)
 
 
@@ -498,7 +501,7 @@ def check_machine(options: argparse.Namespace) -> int:
     names = _adapter("vllm.names", "this package is not whole")
     checks = [machine.software(names.VERSIONS, names.installed_version()), machine.limits(), machine.devices()]
     checks.append(machine.network(options.hub, partial(_keys, options), options.timeout))
-    if options.peer:
+    if options.peer is not None:
         checks.append(machine.reached(options.peer, options.hub, options.timeout))
     return machine.show(chain.from_iterable(checks), say)
 

@@ -11,14 +11,17 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tensorhub_plugins.core import Client, UsageError, cli, start_server, version_of
 from tensorhub_plugins.core.cli import fetch_status, main, status_text
+from tensorhub_plugins.core.hub import exposition
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.security import secret
 
@@ -84,6 +87,33 @@ def test_metrics_at_an_address_that_is_taken_are_refused_where_it_was_chosen(cap
         port = other.address.rpartition(":")[2]
         assert main(["server", "--address", "tcp://127.0.0.1:0", "--metrics-port", port]) == 1
     assert "choose --metrics-port" in capsys.readouterr().err
+
+
+def test_a_hub_whose_figures_get_no_thread_runs_without_them(monkeypatch, capsys):
+    def refused(**_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(exposition, "threading", SimpleNamespace(Thread=refused))
+    with start_server() as hub:
+        with cli._metrics(hub, Namespace(metrics_host="127.0.0.1", metrics_port=None)):
+            assert "metrics cannot be served" in (said := capsys.readouterr().err) and "refuses threads" in said
+        chosen = cli._metrics(hub, Namespace(metrics_host="127.0.0.1", metrics_port=0))
+        with pytest.raises(UsageError, match="refuses threads"), chosen:
+            pass
+
+
+@pytest.mark.parametrize("text", ["can't start new thread", "control"])
+def test_a_command_names_what_the_system_refuses_it(monkeypatch, capsys, text):
+    def refused(*_, **__):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(cli, "fetch_status", refused)
+    if text == "control":
+        with pytest.raises(RuntimeError, match=text):
+            main(["status", "--hub", "tcp://127.0.0.1:1"])
+        return
+    assert main(["status", "--hub", "tcp://127.0.0.1:1"]) == 2
+    assert "the system refuses threads" in capsys.readouterr().err
 
 
 def test_the_address_is_taken(capsys):

@@ -142,6 +142,9 @@ class HubLink:
             calls.result(self._welcomed, timeout_s=deadline.remaining())
         except FutureTimeout:
             self._close(0.0)
+            if not self._found:
+                problem = TimeoutError(self._nameless or "the resolver does not answer")
+                raise no_way(address, problem) from problem
             why = f" (its name cannot be looked up: {self._nameless})" if self._nameless else ""
             raise HubUnreachable(
                 f"no hub answers at {address}: start one with `tensorhub server`, or correct the address{why}",

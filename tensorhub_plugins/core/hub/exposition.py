@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import socket
+import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from socketserver import TCPServer
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler
 
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+
+from tensorhub_plugins.core import resources
+from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.hub.server import Server
+from tensorhub_plugins.core.hub.server import LOOKUP_S, Server
+from tensorhub_plugins.core.protocol.address import resolve
+from tensorhub_plugins.core.protocol.reach import format_address
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
+log = logging.getLogger("tensorhub.hub")
 UP = "tensorhub_hub_answers", "1 if the hub has answered; else no other figure of it is here"
 
 
@@ -40,23 +53,47 @@ class Figures:
             yield family
 
 
-@contextlib.contextmanager
-def served(server: Server, host: str, port: int) -> Iterator[str]:
-    """Serve the hub's figures, and this process's memory, files and processor time, within the block. Yield the URL.
-    Raise UsageError where the address is taken, or is none of this host's. port 0 takes a free one."""
-    from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+class _Handler(WSGIRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Log no request."""
 
+
+class _Http(ThreadingWSGIServer):
+    def server_bind(self) -> None:
+        """Bind it. HTTPServer's would look up this host's full name, for as long as the resolver takes."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def handle_error(self, *_: Any) -> None:
+        """Log a scrape that has failed: no thread was left for it, or the scraper has gone."""
+        log.debug("a request for metrics has failed", exc_info=True)
+
+
+class _HttpV6(_Http):
+    address_family = socket.AF_INET6
+
+
+@contextlib.contextmanager
+def served(server: Server, host: str, port: int, lookup_s: float = LOOKUP_S) -> Iterator[str]:
+    """Serve the hub's figures, and this process's memory, files and processor time, within the block. Yield the URL.
+    Raise UsageError where the address is taken, or is none of this host's. port 0 takes a free one.
+    lookup_s: for the host's name."""
     registry = CollectorRegistry()
     registry.register(Figures(server))
     ProcessCollector(registry=registry)
-    try:
-        http, thread = start_http_server(port, addr=host, registry=registry)
-    except (OSError, OverflowError, ValueError) as error:  # ValueError: what is no name
-        raise UsageError(f"metrics cannot be served at {host}:{port}: {error}; choose --metrics-port") from error
-    try:
-        name = f"[{host}]" if ":" in host else host
-        yield f"http://{name}:{http.server_port}/metrics"
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()
+    with contextlib.ExitStack() as stack:
+        try:
+            found = resolve(host, Deadline.after(lookup_s))[0]
+            http = stack.enter_context((_HttpV6 if ":" in found else _Http)((found, port), _Handler))
+            http.set_app(make_wsgi_app(registry))
+            thread = threading.Thread(target=http.serve_forever, name="tensorhub-metrics", daemon=True)
+            thread.start()
+        except (OSError, OverflowError, ValueError, RuntimeError) as error:  # ValueError: what is no name
+            why = resources.refusal(error)
+            to_do = f"{why.message}" if why else f"{error}; choose --metrics-port, or --metrics-host"
+            at = format_address("http", host, port)
+            raise UsageError(f"metrics cannot be served at {at}: {to_do}") from error
+        stack.callback(thread.join)
+        stack.callback(http.shutdown)
+        yield f"{format_address('http', host, http.server_port)}/metrics"

@@ -181,6 +181,8 @@ def _joined(
     try:
         client = Client(address, run=RUN, model=RUN, replica=reader, keys=keys, connect_timeout_s=left_s)
     except HubUnreachable as error:
+        if isinstance(error.__cause__, OSError):  # of the look-up of its name
+            raise
         raise HubUnreachable(f"nothing answers at {address}: {remedy}", phase="connect") from error
     with client:
         told = torch.zeros(ABOUT_BYTES, dtype=torch.uint8)

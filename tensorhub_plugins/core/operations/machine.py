@@ -19,17 +19,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tensorhub_plugins.core import machine
-from tensorhub_plugins.core.deadline import Deadline
+from tensorhub_plugins.core import machine, resources
+from tensorhub_plugins.core.deadline import Deadline, aside
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.operations.status import fetch_status
 from tensorhub_plugins.core.process import limits_of, raise_files_max
 from tensorhub_plugins.core.protocol import advertised
-from tensorhub_plugins.core.protocol.address import host_and_port
+from tensorhub_plugins.core.protocol.address import connected, host_and_port, parse_address, resolve
 from tensorhub_plugins.core.protocol.advertised import Advertised
 from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security.keys import Keys
@@ -148,7 +149,12 @@ def _memory_files() -> Check:
 def _other_processes(program: str) -> Check:
     """Read a byte of a process of this user, as readers on this host read what is published in place."""
     name, libc, pipe = "reading other processes", ctypes.CDLL(None, use_errno=True), subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as child:
+    try:
+        process = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe)
+    except OSError as error:  # EAGAIN: of processes as of threads
+        refused = resources.refusal(error)
+        return Check(name, "not tried", refused.message if refused else f"raise pids.max and `ulimit -u` ({error})")
+    with process as child:
         assert child.stdin is not None and child.stdout is not None
         mine, line = ctypes.create_string_buffer(1), child.stdout.readline()
         here, there = ((ctypes.c_size_t * 2)(at, 1) for at in (ctypes.addressof(mine), int(line or b"0")))  # of iovec
@@ -192,8 +198,9 @@ def devices() -> Iterator[Check]:
 
 def network(hub: str | None, read_keys: Callable[[], Keys | None], timeout_s: float) -> Iterator[Check]:
     """Yield the addresses and ports that would be advertised, and whether the hub admits this key."""
+    deadline = Deadline.after(timeout_s)
     try:
-        here = advertised.choose(hub or "tcp://127.0.0.1:7070", Deadline.after(timeout_s))
+        here = advertised.choose(hub or "tcp://127.0.0.1:7070", deadline)
         alone = all(host == "::1" or host.startswith("127.") for host in here.host.split(","))
         todo = f"other hosts cannot connect there: set {advertised.HOST_VARIABLE}" if alone and hub else ""
         yield Check("advertised address", here.host, todo)
@@ -210,7 +217,7 @@ def network(hub: str | None, read_keys: Callable[[], Keys | None], timeout_s: fl
         yield Check("hub", "none is named (--hub, TENSORHUB_HUB), so none was asked")
         return
     try:
-        report = fetch_status(hub, timeout_s=timeout_s, keys=keys)
+        report = fetch_status(hub, timeout_s=deadline.remaining(), keys=keys)
         yield Check("hub", f"{hub} answers, with {len(report['models'])} models")
     except TensorHubError as error:
         yield Check("hub", hub, error.message)
@@ -238,14 +245,24 @@ def reached(peer: str, hub: str | None, timeout_s: float) -> Iterator[Check]:
     host, port = host_and_port(peer, PORT)
     deadline, token, name = Deadline.after(timeout_s), secrets.token_hex(16), f"from {host}"
     try:
+        resolve(host, deadline)
+    except (OSError, ValueError) as error:
+        yield Check(name, f"no answer: {error}", "correct the name, or see the resolver of this host")
+        return
+    try:
         here = advertised.choose(hub or format_address("tcp", host, port), deadline)
-        with server_at(here) as server, socket.create_connection((host, port), min(CONNECT_S, timeout_s)) as link:
+        server = server_at(here)
+    except TensorHubError as error:
+        yield Check(name, "not asked", error.message)
+        return
+    try:
+        with server, connected(host, port, Deadline.after(min(CONNECT_S, deadline.remaining()))) as link:
             threading.Thread(target=_answer_all, args=(server, token), daemon=True).start()
             link.settimeout(max(0.1, deadline.remaining()))
             asked = {"hosts": here.host.split(","), "port": server.getsockname()[1], "token": token}
             link.sendall(json.dumps(asked).encode() + b"\n")
             answers = json.loads(line_of(link))
-    except (OSError, ValueError, AttributeError, OverflowError, TensorHubError) as error:
+    except (OSError, ValueError, AttributeError, OverflowError) as error:
         yield Check(
             name, f"no answer: {error}", f"start `tensorhub doctor machine --listen` there, and open its port {port}"
         )
@@ -256,14 +273,20 @@ def reached(peer: str, hub: str | None, timeout_s: float) -> Iterator[Check]:
         yield Check(name, f"{each} is reached" if said == "ok" else f"{each} is not reached: {said}", todo)
 
 
-def server_at(here: Advertised) -> socket.socket:
-    """Return a socket that listens on the first free port of those that are advertised, at all addresses."""
+def server_at(here: Advertised, to_do: str = f"widen {advertised.PORTS_VARIABLE}") -> socket.socket:
+    """Return a socket that listens on the first free port of those that are advertised, at all addresses. Raise
+    UsageError with what is to be done where there is none."""
+    problem = OSError("there is none")
     for port in here.ports:
-        with suppress(OSError):
+        try:
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET
             return socket.create_server(("", port), family=family, dualstack_ipv6=dual)
-    raise UsageError(f"no port of {here.ports[0]}-{here.ports[-1]} is free: widen {advertised.PORTS_VARIABLE}")
+        except OSError as error:
+            problem = error
+    if refused := resources.refusal(problem):
+        raise refused from problem
+    raise UsageError(f"no port of {here.ports[0]}-{here.ports[-1]} is free: {to_do} ({problem})") from problem
 
 
 def _answer_all(server: socket.socket, token: str) -> None:
@@ -301,18 +324,25 @@ def listen(port: int, say: Callable[[str], None]) -> None:
 
     def answer(link: socket.socket, peer: str, asked: Any) -> None:
         hosts = [str(each) for each in asked["hosts"][:HOSTS_MAX]]
-        answers = {host: _tried(host, int(asked["port"]), str(asked["token"])) for host in hosts}
+        answers = _tried_all(hosts, int(asked["port"]), str(asked["token"]))
         link.sendall(json.dumps(answers).encode() + b"\n")
         say(f"{peer} asked: " + ", ".join(f"{printable(host)} {said}" for host, said in answers.items()))
 
-    with server_at(Advertised("", range(port, port + 1))) as server:
+    parse_address(format_address("tcp", "0.0.0.0", port), "tcp")  # or there is no such port
+    with server_at(Advertised("", range(port, port + 1)), "choose another one for --listen") as server:
         say(f"waiting for `tensorhub doctor machine --with THIS-HOST:{server.getsockname()[1]}`")
         answer_peers(server, answer, timeout_s=CONNECT_S)
 
 
+def _tried_all(hosts: Iterable[str], port: int, token: str) -> dict[str, str]:
+    """Try them all at once, as the peer waits no longer than for one."""
+    trying = {host: aside(partial(_tried, host, port, token)) for host in hosts}
+    return {host: each.result() for host, each in trying.items()}
+
+
 def _tried(host: str, port: int, token: str) -> str:
     try:
-        with socket.create_connection((host, port), CONNECT_S) as link:
+        with connected(host, port, Deadline.after(CONNECT_S)) as link:
             link.settimeout(CONNECT_S)
             return "ok" if secrets.compare_digest(line_of(link), token.encode()) else "another program answers there"
     except (OSError, OverflowError, UnicodeError) as error:

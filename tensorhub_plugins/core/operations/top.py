@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tensorhub_plugins.core.errors import HubUnreachable
+from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError
 from tensorhub_plugins.core.operations.problems import Problem, ago, rate_text
 from tensorhub_plugins.core.operations.status import at, escaped
 from tensorhub_plugins.core.types import version_label
@@ -138,7 +138,8 @@ def watch(fetch: Callable[[], tuple[Report, list[Problem]]], interval_s: float) 
     from rich.console import Console
     from rich.live import Live
 
-    console, shown, status, heard_at = Console(), Frame("no hub has answered yet", [], []), 2, time.monotonic()
+    none = Frame("no hub has answered yet", [], [])
+    console, shown, status, heard_at = Console(), none, 2, time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
@@ -146,7 +147,9 @@ def watch(fetch: Callable[[], tuple[Report, list[Problem]]], interval_s: float) 
                 try:
                     report, problems = fetch()
                     shown, status, heard_at = frame(report, problems), int(bool(problems)), time.monotonic()
-                except HubUnreachable as error:
+                except TensorHubError as error:
+                    if shown is none and not isinstance(error, HubUnreachable):
+                        raise  # what is asked for is wrong; later its name, say, may be gone for a while
                     note, status = f"no answer for {ago(time.monotonic() - heard_at)}: {error}", 2
                 live.update(drawn(shown, note, console), refresh=True)
                 time.sleep(interval_s)

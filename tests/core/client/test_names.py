@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,7 @@ from tensorhub_plugins.core import Client, HubUnreachable, TensorHubError, Usage
 from tensorhub_plugins.core.cli import direct, fetch_status, main
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import SourceLost
+from tensorhub_plugins.core.hub import exposition
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.protocol.address import LOOKUPS_MAX, lookup, resolve
 from tensorhub_plugins.core.transports import create
@@ -97,6 +99,7 @@ COMMANDS = {
     "pin": ["pin", "1", "--model", "m"],
     "unpin": ["unpin", "--model", "m"],
     "withdraw": ["withdraw", "1", "--model", "m"],
+    "top": ["top"],
 }
 
 
@@ -104,9 +107,36 @@ COMMANDS = {
 @pytest.mark.parametrize("address", ["tcp://hub:7070", "tcp://hub:7070,tcp://other:7070"], ids=["one", "several"])
 def test_every_command_ends_in_time_and_says_why(resolver, capsys, command, address):
     began = time.monotonic()
-    assert main([*COMMANDS[command], "--hub", address, "--timeout", "1"]) == (2 if command == "status" else 1)
+    status = 2 if command in ("status", "top") else 1
+    assert main([*COMMANDS[command], "--hub", address, "--timeout", "1"]) == status
     assert time.monotonic() - began < 1 + LATE_S
-    assert "no hub answers" in (text := capsys.readouterr().err) or "cannot be looked up now" in text
+    assert "cannot be looked up now" in (text := capsys.readouterr().err) and "start one" not in text
+
+
+def test_what_is_measured_and_tried_waits_for_no_resolver_and_blames_no_peer(resolver, capsys):
+    with start_server() as hub:
+        for words in (["bench", "peer"], ["doctor", "machine", "--hub", hub.address, "--with", "peer"]):
+            began = time.monotonic()
+            assert main([*words, "--timeout", "1"]) == 1
+            assert time.monotonic() - began < 1 + LATE_S
+            text = "".join(capsys.readouterr())
+            assert "the name 'peer' was not looked up in time" in text and "start `tensorhub" not in text
+
+
+def test_the_figures_wait_for_no_resolver(resolver, monkeypatch):
+    def reverse(*_: Any) -> Any:
+        raise AssertionError("whose full name nobody needs")
+
+    monkeypatch.setattr(socket, "gethostbyaddr", reverse)
+    with start_server() as hub:
+        for host in ("127.0.0.1", "0.0.0.0", "::1"):
+            with exposition.served(hub, host, 0) as url, urllib.request.urlopen(url, timeout=SOON_S) as answer:
+                assert "tensorhub_hub_answers 1.0" in answer.read().decode()
+        began = time.monotonic()
+        refused = pytest.raises(UsageError, match="not looked up in time.*--metrics-host")
+        with refused, exposition.served(hub, "me", 0, lookup_s=0.5):
+            pass
+        assert time.monotonic() - began < 1 + LATE_S
 
 
 def test_a_name_that_is_none_is_said_at_once(monkeypatch, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import subprocess
 import zlib
 
 import numpy as np
@@ -151,13 +152,20 @@ def test_a_bomb_is_not_inflated():
         apply(np.zeros(1 << 10, np.uint8), delta, [Span(0, 1 << 10, 2)], NUMPY)
 
 
-def test_without_a_compiler_numpy_does_the_work(monkeypatch):
+def test_without_a_compiler_numpy_does_the_work(monkeypatch, caplog):
     monkeypatch.setattr(native, "_kernel", NUMPY)
     without = functools.partial(native.compiled, ("no-such-compiler",))
     with pytest.raises(FileNotFoundError):
         without()
     native._compile_quietly(without)
     assert native.kernel() is NUMPY
+
+    def broken() -> codec.Kernel:
+        raise subprocess.CalledProcessError(1, "cc", stderr=b"Cannot create temporary file in /tmp/")
+
+    with caplog.at_level("INFO"):
+        native._compile_quietly(broken)
+    assert "Cannot create temporary file in /tmp/" in caplog.text and native.kernel() is NUMPY
     monkeypatch.setattr(native, "_kernel", NUMPY)
     native._compile_quietly(native_kernel)
     assert native.kernel() is native_kernel()

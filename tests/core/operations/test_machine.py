@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from tensorhub_plugins.core.operations import machine
 from tensorhub_plugins.core.operations.machine import Check, reached
 from tensorhub_plugins.vllm import names
 
+SOON_S = 20.0
 COMMAND = [sys.executable, "-m", "tensorhub_plugins.core.cli", "doctor", "machine"]
 
 
@@ -133,3 +136,44 @@ def test_an_address_where_somebody_else_answers_is_not_reached() -> None:
         assert "another program" in machine._tried("127.0.0.1", other.getsockname()[1], "y" * 32)
         other.shutdown(socket.SHUT_RDWR)
         answering.join()
+
+
+def test_all_addresses_of_a_peer_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other would keep it for longer than it waits, and it would say that nobody listens here."""
+    both = threading.Barrier(2)  # the control: the first one alone would wait, and break it
+
+    def tried(host: str, _port: int, _token: str) -> str:
+        both.wait(SOON_S)
+        return f"{host} answers"
+
+    monkeypatch.setattr(machine, "_tried", tried)
+    assert machine._tried_all(["a", "b"], 1, "") == {"a": "a answers", "b": "b answers"}
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE], ids=errno.errorcode.get)
+def test_a_process_that_cannot_be_started_is_one_thing_to_do(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    before = [check.name for check in machine.limits()]
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    *others, last = machine.limits()
+    assert [*(check.name for check in others), last.name] == before and not any(check.to_do for check in others)
+    assert (last.found, "ulimit -" in last.to_do) == ("not tried", True)
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "taken"])
+def test_a_port_to_listen_at_that_cannot_be(capsys: pytest.CaptureFixture[str], port: str) -> None:
+    with socket.create_server(("", 0)) as taken:
+        given = str(taken.getsockname()[1]) if port == "taken" else port
+        assert main(["doctor", "machine", "--listen", given]) == 1
+    said = capsys.readouterr().err
+    told = "choose another one for --listen" if port == "taken" else f"tcp://0.0.0.0:{port}' is no endpoint"
+    assert told in said and "PORTS" not in said
+
+
+def test_a_peer_without_a_name_is_not_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a variable that is not set."""
+    assert main(["doctor", "machine", "--with", ""]) == 1
+    assert "is no endpoint of tcp" in capsys.readouterr().err

@@ -17,10 +17,11 @@ import pytest
 from hub_scenarios import Scenario
 from rich.console import Console
 
-from tensorhub_plugins.core import start_server
+from tensorhub_plugins.core import UsageError, start_server
 from tensorhub_plugins.core.cli import main
 from tensorhub_plugins.core.hub.report import report
-from tensorhub_plugins.core.operations import problems
+from tensorhub_plugins.core.operations import problems, top
+from tensorhub_plugins.core.operations.status import fetch_status
 from tensorhub_plugins.core.operations.top import HEADINGS, Frame, drawn, frame, plain
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import Location
@@ -81,6 +82,28 @@ def test_into_a_pipe_it_is_written_once(capsys: pytest.CaptureFixture[str]) -> N
     assert "nothing is wrong" in capsys.readouterr().out
     assert main(["top", "--hub", hub.address, "--timeout", "0.2"]) == 2
     assert "no hub answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["heard before", "control: never heard"])
+def test_a_hub_whose_name_is_gone_for_a_while_does_not_end_it(monkeypatch, heard) -> None:
+    """A name server says so while the hub's pod is started anew."""
+    with start_server() as hub:
+        report = {**fetch_status(hub.address), "address": hub.address}
+    notes = list[str]()
+    monkeypatch.setattr(top, "drawn", lambda shown, note, console: notes.append(note) or note)
+    answers: list[Any] = [(report, [])] * heard + [UsageError("correct the host's name"), KeyboardInterrupt()]
+
+    def fetch() -> Any:
+        if isinstance(answer := answers.pop(0), BaseException):
+            raise answer
+        return answer
+
+    if heard:
+        assert top.watch(fetch, 0.0) == 2
+        assert [bool(note) for note in notes] == [False, True] and "correct the host's name" in notes[1]
+    else:
+        with pytest.raises(UsageError, match="correct the host's name"):
+            top.watch(fetch, 0.0)
 
 
 class Terminal:
