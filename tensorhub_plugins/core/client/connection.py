@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one only since Python 3.11
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -142,19 +142,22 @@ class HubLink:
             calls.result(self._welcomed, timeout_s=deadline.remaining())
         except FutureTimeout:
             self._close(0.0)
-            if not self._found:
-                problem = TimeoutError(self._nameless or "the resolver does not answer")
-                raise no_way(address, problem) from problem
-            why = f" (its name cannot be looked up: {self._nameless})" if self._nameless else ""
-            raise HubUnreachable(
-                f"no hub answers at {address}: start one with `tensorhub server`, or correct the address{why}",
-                peer=address,
-                phase="connect",
-                timeout_s=connect_timeout_s,
-            ) from None
+            self._raise_unheard(address, connect_timeout_s)
         except BaseException:
             self._close(CLOSE_S)
             raise
+
+    def _raise_unheard(self, address: str, timeout_s: float) -> NoReturn:
+        if not self._found:
+            problem = TimeoutError(self._nameless or "the resolver does not answer")
+            raise no_way(address, problem) from problem
+        why = f" (its name cannot be looked up: {self._nameless})" if self._nameless else ""
+        raise HubUnreachable(
+            f"no hub answers at {address}: start one with `tensorhub server`, or correct the address{why}",
+            peer=address,
+            phase="connect",
+            timeout_s=timeout_s,
+        ) from None
 
     # --- for callers in any thread ---
 
@@ -297,7 +300,7 @@ class HubLink:
 
     def _connect_if_due(self, poller: select.poll, now: float) -> None:
         """Look up the next address, when that is due, or this one while the hub is silent there; connect."""
-        if self._is_to_redial:
+        if self._is_to_redial or self._is_refused():
             self._is_to_redial, self._is_stale = False, True
             self._dialed += 1
             self._look_up()
@@ -305,6 +308,11 @@ class HubLink:
         if is_quiet and self._lookup is None and now - self._looked_at > LOOK_UP_EVERY_S:
             self._look_up()
         self._connect_if_found(poller)
+
+    def _is_refused(self) -> bool:
+        """Return whether to go on to the next address at once: this one has refused, and not each has been tried."""
+        untried = len(self._addresses) * max(map(len, self._found.values()), default=1) - 1 - self._dialed
+        return self._handshakes.is_refused and not self._is_stale and not self._welcomed.done() and untried > 0
 
     def _connect_if_found(self, poller: select.poll) -> None:
         """Connect to where the hub's name resolves: at first, when the connection is to be replaced, and when the name

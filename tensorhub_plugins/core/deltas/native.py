@@ -24,7 +24,6 @@ SOURCE = Path(__file__).with_name("kernel.c")
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-shared", "-fPIC")  # and for no special processor: a container may move
 COMPILE_S_MAX = 60.0
-ERROR_LENGTH_MAX = 1000  # characters of the command and what the compiler has written
 
 _log = logging.getLogger(__name__)
 _begun = threading.Lock()  # taken once and kept
@@ -89,8 +88,8 @@ def _compile_quietly(compile_: Callable[[], Kernel] = compiled) -> None:
     try:
         _kernel = compile_()
     except (OSError, AttributeError, subprocess.SubprocessError, RuntimeError) as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
-        _log.info("deltas are made by numpy, which is slower: %s", f"{error} {said}"[:ERROR_LENGTH_MAX].strip())
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace")
+        _log.info("deltas are made by numpy, which is slower: %s %.500s", error, said)
 
 
 def _addresses(*arrays: Elements) -> list[ctypes.c_void_p]:

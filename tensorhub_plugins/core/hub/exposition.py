@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
@@ -70,10 +70,6 @@ class _Http(ThreadingWSGIServer):
         log.debug("a request for metrics has failed", exc_info=True)
 
 
-class _HttpV6(_Http):
-    address_family = socket.AF_INET6
-
-
 @contextlib.contextmanager
 def served(server: Server, host: str, port: int, lookup_s: float = LOOKUP_S) -> Iterator[str]:
     """Serve the hub's figures, and this process's memory, files and processor time, within the block. Yield the URL.
@@ -85,7 +81,9 @@ def served(server: Server, host: str, port: int, lookup_s: float = LOOKUP_S) -> 
     with contextlib.ExitStack() as stack:
         try:
             found = resolve(host, Deadline.after(lookup_s))[0]
-            http = stack.enter_context((_HttpV6 if ":" in found else _Http)((found, port), _Handler))
+            family = socket.AF_INET6 if ":" in found else socket.AF_INET
+            made = type("_Http", (_Http,), {"address_family": family})
+            http: WSGIServer = stack.enter_context(made((found, port), _Handler))
             http.set_app(make_wsgi_app(registry))
             thread = threading.Thread(target=http.serve_forever, name="tensorhub-metrics", daemon=True)
             thread.start()

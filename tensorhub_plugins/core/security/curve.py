@@ -172,7 +172,9 @@ class Handshakes:
         self._mechanism: Future[str | None] | None = None  # of a hub that does not admit us
         self.endpoint = ""  # what ZeroMQ is connected to
         self.shut_out = ""  # why the hub does not admit us, as far as is known
-        self.socket = client.get_monitor_socket(NO_DETAIL | PROTOCOL | AUTH | DONE | zmq.EVENT_CONNECTED)
+        self.is_refused = False  # a connection; ZeroMQ goes on trying
+        events = NO_DETAIL | PROTOCOL | AUTH | DONE | zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED
+        self.socket = client.get_monitor_socket(events)
         self.socket.setsockopt(zmq.LINGER, 0)
 
     def connect(self, host: str, port: int) -> None:
@@ -193,6 +195,8 @@ class Handshakes:
                 event = parse_monitor_message(self.socket.recv_multipart(zmq.NOBLOCK))
                 if event["event"] == zmq.EVENT_CONNECTED:  # a child that inherited it would hide our death
                     self._connection = ForeignSocket(int(event["value"]))
+                elif event["event"] == zmq.EVENT_CONNECT_RETRIED:
+                    self.is_refused = True
                 else:
                     failed = self._has_failed(int(event["event"]), now)
         with contextlib.suppress(zmq.ZMQError):

@@ -211,7 +211,7 @@ class Replication:
         self._asking = False
         if isinstance(reply, errors.TensorHubError):
             unheard = isinstance(reply, errors.HubUnreachable)
-            self._give_up(self._no_hub(reply.peer) if unheard else self._explained(reply))
+            self._give_up(self._no_hub(reply.peer, f": {reply.message}") if unheard else self._explained(reply))
             return
         if (reply.layout, reply.shard_count) != (self.layout, self.shard_count):
             self._begin_layout(reply)
@@ -507,9 +507,9 @@ class Replication:
             timeout_s=self.timeout_s,
         )
 
-    def _no_hub(self, peer: str | None = None) -> errors.TensorHubError:
+    def _no_hub(self, peer: str | None = None, why: str = "") -> errors.TensorHubError:
         return errors.HubUnreachable(
-            "the hub did not answer a request for sources",
+            f"the hub did not answer a request for sources{why}",
             version=self.version or None,
             peer=peer,
             phase="find sources",

@@ -85,6 +85,23 @@ def test_the_first_address_need_not_be_the_one() -> None:
         assert isinstance(ask(one, lambda n: m.Retain(n, 1)), m.Done) and one.address == hub.address
 
 
+@pytest.mark.parametrize("refuses", [True, False], ids=["it refuses", "control: it is silent"])
+def test_an_address_that_refuses_is_left_at_once(refuses: bool) -> None:
+    """A call may have less time than one that is silent is given, and no hub would be blamed for it."""
+    with contextlib.ExitStack() as stack:
+        wrong = [stack.enter_context(nobody()) for _ in range(3)]
+        if not refuses:
+            silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            wrong[1] = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        hub = stack.enter_context(start_server())
+        heard = link(",".join([*wrong, hub.address]), redial_s=60.0, connect_timeout_s=30.0 if refuses else 1.0)
+        if refuses:
+            assert stack.enter_context(heard).address == hub.address
+        else:
+            with pytest.raises(HubUnreachable, match="no hub answers"), heard:
+                pass
+
+
 def test_each_address_is_checked() -> None:
     with (
         pytest.raises(UsageError, match="is no hub address: use tcp://host:port"),
