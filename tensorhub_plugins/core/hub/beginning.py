@@ -50,7 +50,8 @@ class Beginning:
             return m.Refused(begin.request_id, "UsageError", _lives(history, lives))
         if rivals:
             text = f"{_listed(rivals)} of a former attempt may still live, and is given up after"
-            return self._not_in_time(pending, now, f"{text} {self._registry.limits.session_timeout_s:g} s of silence")
+            silence_s = max(map(self._registry.silence_s, rivals))
+            return self._not_in_time(pending, now, f"{text} {silence_s:g} s of silence")
         if self._may_be_unheard(history, now):
             newest = history.directive.attempts[-1].number
             text = f"attempt {newest} has begun before this hub was started, and its trainer may still say Hello"

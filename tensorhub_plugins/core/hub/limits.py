@@ -30,12 +30,12 @@ ANSWER_SIZE_BYTES_MAX = FROM_HUB_SIZE_BYTES_MAX // 2
 
 # For each limit: least, most, and the help text, which the flags of `tensorhub server` show.
 LIMITS: dict[str, tuple[float, float, str]] = {
-    "session_timeout_s": (HEARTBEAT_S_MIN, DAY_S, "seconds of silence after which a worker is given up"),
+    "session_timeout_s": (HEARTBEAT_S_MIN, DAY_S, "seconds of silence that end a worker; 3 of its heartbeats at least"),
     "heartbeat_s": (HEARTBEAT_S_MIN, DAY_S, "seconds between two heartbeats of a worker"),
     "heartbeats_per_s_max": (
         1,
         10**9,
-        "heartbeats a second of all workers; with more workers each sends fewer, but three in session_timeout_s",
+        "heartbeats a second of all workers; with more workers each sends fewer, but one in session_timeout_s",
     ),
     "grace_s": (0.0, DAY_S, "seconds after its start in which the hub decides nothing that depends on all workers"),
     "claim_s": (
@@ -63,8 +63,8 @@ class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
     # A worker whose interpreter is held by one long kernel launch or compile must not expire.
     session_timeout_s: float = 15.0
     heartbeat_s: float = 1.0
-    # A quarter of one core, with ZeroMQ: by that, 65,536 workers that sent one a second would need two for it.
-    heartbeats_per_s_max: int = 8192
+    # An eighth of one core, with ZeroMQ: by that, 65,536 workers that sent one a second would need two for it.
+    heartbeats_per_s_max: int = 4096
     # Three heartbeats: every live worker has sent its Hello again by then.
     grace_s: float = 3.0
     # And a second more for each half GB that was published; a dead converter is noticed much sooner.
@@ -95,13 +95,13 @@ class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
         self._check_heartbeat()
 
     def heartbeat_s_of(self, workers: int) -> float:
-        """Return the seconds between two heartbeats of one of so many workers: two in a row may be lost."""
+        """Return the seconds between two heartbeats of one of so many workers."""
         return max(self.heartbeat_s, min(workers / self.heartbeats_per_s_max, self.heartbeat_s_max))
 
     @property
     def heartbeat_s_max(self) -> float:
         """Return the same for the most workers."""
-        return max(self.heartbeat_s, self.session_timeout_s / 3)
+        return max(self.heartbeat_s, self.session_timeout_s)
 
     def _check_heartbeat(self) -> None:
         if self.session_timeout_s <= self.heartbeat_s:

@@ -46,7 +46,7 @@ Reference: TypeAlias = "weakref.ref[Worker | Lease | Pending | Claim] | None"  #
 CONVERTERS_MAX = 64  # layouts of one model whose last converter is remembered
 LEASE_BOUNDS_KEPT_MAX = 2048  # per session, twice the leases that it may have
 TIMERS_KEPT_MIN = 1024  # beyond that, at most twice those that are current
-REFUSED_HEARTBEATS = 3  # of silence, of a worker whose address refuses connections
+MISSED_HEARTBEATS = 3  # in a row: no live worker misses more
 CLAIM_TIMES_MAX = 10  # as long as was expected: for a worker that works on others wait no longer
 EXTEND_SHARE = 0.1  # of claim_s: a claim is extended by no less, as that looks at all of its version
 OWED_MAX = 2  # successive claims of readers' keys on a layout that may fail
@@ -167,8 +167,8 @@ class Registry:
     def silence_s(self, worker: Worker) -> float:
         """Return the seconds of silence after which it is declared dead. The kernel answers for a busy process: where
         nothing listens, or no process has that number, it has ended, unless it sends a message."""
-        most = self.limits.session_timeout_s
-        return min(most, REFUSED_HEARTBEATS * worker.beat_s) if worker.refuses else most
+        least = MISSED_HEARTBEATS * worker.beat_s
+        return least if worker.refuses else max(self.limits.session_timeout_s, least)
 
     def pop_due(self, now: float) -> Iterable[Timed]:
         """Yield the records whose time has come, each once."""

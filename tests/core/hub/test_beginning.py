@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensorhub_plugins.core.hub.following import MARKS_REFUSED_MAX
 from tensorhub_plugins.core.hub.hub import Tick
 from tensorhub_plugins.core.hub.permissions import believed, refusal
-from tensorhub_plugins.core.hub.registry import REFUSED_HEARTBEATS
+from tensorhub_plugins.core.hub.registry import MISSED_HEARTBEATS
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.hub.state import check_of
 from tensorhub_plugins.core.protocol import messages as m
@@ -219,7 +219,7 @@ def test_a_trainer_that_is_heard_lives_whatever_a_copy_of_its_machine_shows(scen
     if not lives:
         silence(scenario, "other/0")
     assert begin(scenario, NEW, 5, gone=("here 7 70",)) == []
-    scenario.wait(REFUSED_HEARTBEATS * LIMITS.heartbeat_s + 1.0)
+    scenario.wait(MISSED_HEARTBEATS * LIMITS.heartbeat_s + 1.0)
     if lives:
         scenario.beat("other/0")
     assert answers(scenario, NEW) == (["refused UsageError"] if lives else ["attempt 1 at 5"])

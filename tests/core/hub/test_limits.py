@@ -46,12 +46,12 @@ def test_a_session_must_outlive_a_heartbeat() -> None:
 
 
 def test_workers_hear_the_limits_and_are_held_to_them() -> None:
-    scenario = Scenario(limits=HubLimits(session_timeout_s=2.0, heartbeat_s=0.5))
+    scenario = Scenario(limits=HubLimits(session_timeout_s=4.0, heartbeat_s=0.5))
     scenario.join("a/0")
     (welcome,) = scenario.inbox["a/0"]
-    assert isinstance(welcome, m.Welcome) and (welcome.heartbeat_s, welcome.session_timeout_s) == (0.5, 2.0)
+    assert isinstance(welcome, m.Welcome) and (welcome.heartbeat_s, welcome.session_timeout_s) == (0.5, 4.0)
     scenario.silent = ("a/0",)
-    scenario.wait(1.5)
+    scenario.wait(3.5)
     assert scenario.hub.registry.workers
     scenario.wait(1.5)
     assert not scenario.hub.registry.workers
