@@ -89,10 +89,12 @@ class TensorHubEngine(_Stock):
         )
         self.owned.keep()
         self._follow = functools.partial(self.owned.follow, worker, known, how)
-        if not self.is_spare:
-            await self._follow()
-            self.owned.keep(self.owned.watch())
-            await self.owned.caught_up()
+        if self.is_spare:
+            await self.owned.warm_up()
+            return
+        await self._follow()
+        self.owned.keep(self.owned.watch())
+        await self.owned.caught_up()
 
     async def _join(self) -> None:
         await self._follow()

@@ -231,3 +231,7 @@ class SpareServer(TensorHubServer):
     again."""
 
     is_spare = True
+
+    async def _start_following(self, owned: OwnedEngine) -> None:
+        await owned.warm_up()
+        await super()._start_following(owned)

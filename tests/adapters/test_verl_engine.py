@@ -129,6 +129,9 @@ async def test_a_spare_joins_the_store_when_it_is_told_to(monkeypatch: pytest.Mo
     async def follow(*_: Any) -> None:
         did.append("follow")
 
+    async def warm_up() -> None:
+        did.append("warm up")
+
     async def nothing() -> None: ...
 
     monkeypatch.setattr(engine, "connect", lambda *_, **__: SimpleNamespace(close=lambda: None))
@@ -137,18 +140,20 @@ async def test_a_spare_joins_the_store_when_it_is_told_to(monkeypatch: pytest.Mo
         one = server(monkeypatch)
         one.__class__, one._store, one._joining, one._name, one.engine = kind, store, lambda _: {}, "rollout-0", None
         one.replica_rank, one._launch, one._owned.follow, one._owned.watch = 0, None, follow, nothing
+        one._owned.warm_up, is_spare = warm_up, kind is engine.SpareServer
         one._owned.status, one._joins = Status(), asyncio.Event()
         did.clear()
-        if kind is engine.SpareServer:
+        if is_spare:
             following = asyncio.create_task(one._start_following(one._owned))
-            while not did:
+            while "hub" not in did:
                 await asyncio.sleep(0)
             beat = await one.tensorhub_heartbeat()
-            assert (beat["spare"], beat["ready"], did) == (True, False, ["hub"])
+            assert (beat["spare"], beat["ready"], did) == (True, False, ["warm up", "hub"])
             await one.tensorhub_join()
             await one.tensorhub_join()  # again
             await following
         else:
             one._joins.set()
             await one._start_following(one._owned)
-        assert did == ["hub", "follow"] and not (await one.tensorhub_heartbeat())["spare"]
+        assert did == [*(["warm up"] if is_spare else []), "hub", "follow"]
+        assert not (await one.tensorhub_heartbeat())["spare"]

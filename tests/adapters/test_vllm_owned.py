@@ -76,6 +76,8 @@ async def _story(model: Path, hub: str, trainer: Client, second: Any) -> None:
     )
     try:
         owner = Owner(engine)
+        await owner.owned.warm_up()  # as a spare
+        assert not engine.output_processor.has_unfinished_requests()
         assert (await owner.ask(1000, [7, 8], 2))[1] == ((0, 2),)  # of what it was started with
         joining = {"hub": hub, "run": "r", "model": "actor", "replica": "r"}
         with pytest.raises(UsageError, match="no option 'hubb'"):

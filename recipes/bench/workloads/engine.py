@@ -56,6 +56,8 @@ class Engine:
         was ready."""
         self._is_paused = not generate
         load_s = self._ask(partial(self._make, folder, load_format, extra))
+        if not generate:
+            self._ask(self._warm_up)
         return {"load_s": load_s, "ready": now()}
 
     def read_the_trainer(self) -> None:
@@ -96,6 +98,12 @@ class Engine:
         )
         self._core = self._llm.llm_engine.engine_core.engine_core
         return took[0]
+
+    def _warm_up(self) -> None:
+        """Answer one token, as a fleet's spare does."""
+        from vllm import SamplingParams
+
+        self._llm.generate([{"prompt_token_ids": [0]}], SamplingParams(max_tokens=1, temperature=0, detokenize=False))
 
     # --- the store: it follows by itself ---
 

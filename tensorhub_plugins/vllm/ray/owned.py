@@ -42,6 +42,14 @@ class OwnedEngine:
             task.add_done_callback(exit_on_error)
             self._tasks.append(task)
 
+    async def warm_up(self) -> None:
+        """Answer one token, whatever its weights: what vLLM compiles at its first answer is there for the next one."""
+        from vllm import SamplingParams
+
+        engine, sampling = self.lifeline.engine, SamplingParams(max_tokens=1, logprobs=0, detokenize=False)
+        async for _ in type(engine).generate(engine, {"prompt_token_ids": [0]}, sampling, "warm-up"):
+            pass
+
     async def follow(self, joining: dict[str, Any], secret: str | None, how: FollowConfig) -> None:
         """Have the engine join the store as this, see WorkerConfig, and follow it. Raises what keeps it from that."""
         self._whole_prompts = how.whole_prompts
