@@ -193,6 +193,14 @@ def test_with_nothing_to_go_to_it_stays_and_says_so_once(caplog):
     assert [text.partition("3: ")[2] for text in said] == [gone.message, lost.message, lost.message]
 
 
+def test_a_hub_that_is_away_is_said_once_each_time(caplog):
+    engine, away = Engine(), HubUnreachable("the hub does not answer")
+    follow(engine, [3, away, away, away, NotPublished("nothing else"), away, away])
+    assert engine.calls == UPDATE
+    said = [record.message for record in caplog.records if "staying with version 3" in record.message]
+    assert len(said) == 2 and all(away.message in text for text in said)
+
+
 @pytest.mark.parametrize(
     ("failure", "calls"),
     [

@@ -254,16 +254,16 @@ class Follower:
 
     async def _nothing_to_run(self, error: TensorHubError) -> None:
         """Say why, once, and wait where the hub did not."""
-        match error:
-            case VersionGone():  # there is nothing to go to
-                if error.message != self._said:
-                    logger.warning("%s: staying with version %d: %s", self.worker, self.version, error.message)
-                self._said = error.message
-            case HubUnreachable():
-                logger.warning("%s: no hub, going on with version %d: %s", self.worker, self.version, error)
-                await self.sleep(RETRY_DELAY_S)
-            case _:
-                self._said = ""
+        is_trouble = isinstance(error, VersionGone | HubUnreachable)  # nothing to go to, or it is not known what
+        self._say(f"staying with version {self.version}: {error}" if is_trouble else "")
+        if isinstance(error, HubUnreachable):
+            await self.sleep(RETRY_DELAY_S)
+
+    def _say(self, what: str) -> None:
+        """Warn of what goes on, unless that was the last that was said; "": all is well."""
+        if what and what != self._said:
+            logger.warning("%s: %s", self.worker, what)
+        self._said = what
 
     async def catch_up(self) -> None:
         """Bring an engine that was started again to the version to run before it answers anything: it has the weights
@@ -279,7 +279,7 @@ class Follower:
             except NotPublished:
                 self.has_caught_up = True
             except (UpdateFailed, HubUnreachable, DeadlineExceeded, VersionGone) as error:  # there may be another soon
-                logger.warning("%s: trying again: %s", self.worker, error)
+                self._say(f"trying again: {error}")
                 await self.sleep(RETRY_DELAY_S)
         await self._notify()
 
