@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from client_stage import SOON_S, Stage, holders, leases, until
+from delta_stage import THERE
 from interrupts import Interrupt, Where
 from simulated import Simulation
 
@@ -33,8 +34,10 @@ POINTS = 5  # of a call, in each thread, that a quick run interrupts
 
 
 def tensors_of(seed: int) -> dict[str, torch.Tensor]:
-    """Some segments."""
-    return {"w": torch.full((40_000,), float(seed)), "scale": torch.tensor(float(seed))}
+    """Some segments, of which a hundredth differs from one version to the next."""
+    w = torch.ones(40_000)
+    w[::100] = seed
+    return {"w": w, "scale": torch.tensor(float(seed))}
 
 
 def same(some: dict[str, torch.Tensor], seed: int) -> bool:
@@ -54,6 +57,7 @@ class Cast:
         self.trainer.publish(1, tensors_of(1))
         self.trainer.retain(0)
         self.into = tensors_of(0)
+        self.elsewhere = self.stage.client("elsewhere", location=THERE)
 
     def reads(self, version: int) -> None:
         fetched = self.reader.fetch(version)
@@ -237,6 +241,46 @@ def _publisher_goes_on(cast: Cast, _: Any) -> None:
     cast.worker.unpublish(number)
 
 
+def _over_the_former(cast: Cast) -> int:
+    """Let a peer elsewhere take a runtime copy, whose memory is free for the next one then."""
+    former, number = next(cast.numbers), next(cast.numbers)
+    cast.worker.publish(former, tensors_of(former), RUNTIME)
+    cast.elsewhere.fetch(former, (RUNTIME,), serve=True).release()
+    cast.worker.unpublish(former)
+    return number
+
+
+def _read_elsewhere(cast: Cast, done: Any) -> None:
+    if done is None:
+        cast.worker.publish(cast.given, tensors_of(cast.given), RUNTIME)
+    fetched = cast.elsewhere.fetch(cast.given, (RUNTIME,))
+    assert same(fetched.tensors(), cast.given)
+    assert done is None or fetched.report.delta_size_bytes
+    fetched.release()
+    cast.worker.unpublish(cast.given)
+    cast.elsewhere.unpublish(cast.given - 1)
+
+
+def _beside_the_former(cast: Cast) -> int:
+    """Serve a version here, and have the next one elsewhere, where both still are."""
+    former, number = next(cast.numbers), next(cast.numbers)
+    cast.elsewhere.publish(former, tensors_of(former))
+    cast.worker.fetch(former, serve=True).release()
+    cast.elsewhere.publish(number, tensors_of(number))
+    return number
+
+
+def _by_deltas(cast: Cast, done: Fetched | None) -> None:
+    whole = done is None
+    done = done or cast.worker.fetch(cast.given, serve=True)
+    assert same(done.tensors(), cast.given)
+    assert whole or done.report.delta_size_bytes
+    done.release()
+    for version in (cast.given - 1, cast.given):
+        cast.worker.unpublish(version)
+        cast.elsewhere.unpublish(version)
+
+
 STORIES: dict[str, Story] = {
     "publish": Story(lambda cast: cast.worker.publish(cast.given, tensors_of(cast.given)), _published),
     "publish in place": Story(_adopted, _published),
@@ -281,11 +325,17 @@ STORIES: dict[str, Story] = {
         _publisher(in_background=True),
     ),
     "Publisher.publish_parts": Story(_publish_parts, _publisher_goes_on, _publisher()),
+    "publish over the former, for its readers' deltas": Story(
+        lambda cast: cast.worker.publish(cast.given, tensors_of(cast.given), RUNTIME),
+        _read_elsewhere,
+        _over_the_former,
+    ),
+    "fetch by deltas": Story(lambda cast: cast.worker.fetch(cast.given, serve=True), _by_deltas, _beside_the_former),
 }
 
 
 @pytest.fixture
-def cast(stage: Stage) -> Cast:
+def cast(stage: Stage, as_on_a_link: None, compiled_first: None) -> Cast:
     return Cast(stage)
 
 
