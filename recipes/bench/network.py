@@ -132,6 +132,14 @@ class Network:
             else:
                 self._shape(name, device, host.mbit)
 
+    def part(self, host: Host, other: Host) -> None:
+        """Have nothing from one host reach the other, unnoticed."""
+        self._ip(host.name, *f"rule add to {other.address} type blackhole".split())
+
+    def reunite(self, host: Host, other: Host) -> None:
+        """End `part`."""
+        self._ip(host.name, *f"rule del to {other.address} type blackhole".split())
+
     def _drop_all(self, name: str, device: str) -> None:
         _run("tc", "-n", name, *f"qdisc replace dev {device} root pfifo limit 0".split())
 

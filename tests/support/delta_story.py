@@ -28,7 +28,7 @@ SAVE_EVERY = 4  # steps
 NODES = ("east", "west", "west")
 MBIT = 100.0  # of each host's link: so slow that deltas are worth it, however busy the machine is
 TIMEOUT_S = 60.0
-CUT_S_MAX = 200.0  # Ray takes a node for lost after five minutes here
+CUT_S_MAX = 200.0
 
 
 class Hub:
@@ -113,6 +113,14 @@ class Stage:
             host.stop()
         self.wires.__exit__()
 
+    def cut_off(self, node: network.Host) -> None:
+        """Keep a node's word from the hub; Ray, which would give up the node in a minute, goes on."""
+        self.wires.part(node, self._hub)
+
+    def reunite(self, node: network.Host) -> None:
+        """End `cut_off`."""
+        self.wires.reunite(node, self._hub)
+
     def restart_hub(self) -> None:
         """Kill the hub, and start another one."""
         self._hub.process.kill()
@@ -144,7 +152,6 @@ class Life:
             "GLOO_SOCKET_IFNAME": "eth0",
             "OUT": os.environ.get("OUT", str(stage.folder / "out")),
         }
-        environment["RAY_health_check_timeout_ms"] = "60000"  # a node that is cut off comes back
         options = {"hub": stage.hub, "run": RUN, "delta": delta}
         checkpoints = stage.folder / "checkpoints"
         arguments: list[str]
@@ -209,10 +216,10 @@ class Life:
         return next(host for host in self.stage.nodes if os.stat(f"/var/run/netns/{host.name}").st_ino == inode)
 
     def misses(self, name: str, others: Sequence[str], count: int) -> tuple[int, int]:
-        """Cut a rollout's host off until `count` more versions were published that it misses, and then the next one;
-        return what it had, and that one. The trainer is stopped while it comes back, so that there is no newer one."""
+        """Cut a rollout's host off from the hub until `count` more versions were published that it misses; then have it
+        read the next one, while the trainer is stopped, so that there is no newer one. Return what it had, and that."""
         host, had = self.host_of(name), self.ran(name)
-        self.stage.wires.impair(host, "cut")
+        self.stage.cut_off(host)
         self.run.until(
             f"{count} versions without {name}", lambda: self.newest() > had + count and had == self.ran(name), CUT_S_MAX
         )
@@ -221,7 +228,7 @@ class Life:
         os.kill(trainer, signal.SIGSTOP)
         try:
             newest = self.newest()
-            self.stage.wires.repair(host)
+            self.stage.reunite(host)
             self.run.until(f"{name} is back", lambda: self.ran(name) >= newest, 120)
         finally:
             os.kill(trainer, signal.SIGCONT)
