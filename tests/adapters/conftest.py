@@ -14,6 +14,10 @@ import pytest
 from tensorhub_plugins.core import HubLimits, Server, UsageError, start_server
 from tensorhub_plugins.vllm import names
 
+# Engines of the CPU build compile parts of their sampler, on which no test here depends: up to half a minute a start.
+# The demos, and the test of compiled files, do as users do.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
 
 @pytest.fixture(autouse=True)
 def logs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:

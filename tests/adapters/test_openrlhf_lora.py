@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(RUN_TIMEOUT_S + 60)]
 def test_engines_answer_with_every_version_of_the_adapter(kind: str, tmp_path: Path) -> None:
     """On policy. The control is a trainer that publishes its adapter with a scaling of 0."""
     shared = Path(os.environ.get("OUT") or tmp_path / "out")
-    variables = {"ENGINES": "1", "TORCH_COMPILE_DISABLE": "1"}  # of vLLM's sampler: a minute
+    variables = {"ENGINES": "1"}
     if kind == "without effect":
         folder = ROOT / "tests" / "support" / "without_effect"
         variables["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])

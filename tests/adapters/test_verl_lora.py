@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(START_S +
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_answer_with_every_version_of_the_adapter(kind: str, tmp_path: Path) -> None:
     """The control is a trainer that publishes its adapter with a scaling of 0."""
-    environment = {"SIZE": "tiny", "TORCH_COMPILE_DISABLE": "1"}  # of vLLM's sampler: a minute
+    environment = {"SIZE": "tiny"}
     if kind == "without effect":
         path = os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
         environment |= {"VERL_USE_EXTERNAL_MODULES": "lora_without_effect", "PYTHONPATH": path}
