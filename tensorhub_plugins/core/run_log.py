@@ -164,7 +164,7 @@ def _write(folder: str, data: bytes) -> None:
     with _lock:  # also while it is written: another thread would close the file
         pid, name = os.getpid(), os.path.join(folder, f"{socket.gethostname()}-{os.getpid()}")
         _room -= len(data)
-        if _file is None or _file[:2] != (pid, folder) or _room < 0:
+        if _file is None or _file[:2] != (pid, folder) or _room < 0 or not os.fstat(_file[2]).st_nlink:  # deleted
             if _file is not None and _file[0] == pid:
                 last, _file = _file, None  # in case that the rest fails
                 os.close(last[2])
@@ -177,4 +177,4 @@ def _write(folder: str, data: bytes) -> None:
         written = os.write(_file[2], data)
         if written < len(data):  # the disk is full: no line is left torn, before those of this name's next process
             os.ftruncate(_file[2], os.fstat(_file[2]).st_size - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, or as much as `ulimit -f` allows is written")

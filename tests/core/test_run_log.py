@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -82,6 +83,18 @@ def test_a_disk_that_gets_full_leaves_whole_lines(tmp_path: Path, monkeypatch: p
     assert os.waitpid(child, 0)[1] == 0
     *before, last = [event["event"] for event in events(tmp_path)]
     assert 5 < len(before) < 100 and set(before) == {"before"} and last == "after"
+
+
+def test_a_folder_that_is_cleared_meanwhile_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all that follows would go to a file that nobody can open."""
+    folder = tmp_path / "events"
+    monkeypatch.setenv(run_log.VARIABLE, str(folder))
+    run_log.record("before")
+    run_log.record("before")
+    assert len(events(folder)) == 2  # the control: while it is there it is one file
+    shutil.rmtree(folder)
+    run_log.record("after")
+    assert [event["event"] for event in events(folder)] == ["after"]
 
 
 def test_a_child_records_though_a_thread_wrote_when_it_was_forked(

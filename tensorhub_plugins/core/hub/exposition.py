@@ -75,7 +75,7 @@ def served(server: Server, host: str, port: int, lookup_s: float = LOOKUP_S) -> 
     """Serve the hub's figures, and this process's memory, files and processor time, within the block. Yield the URL.
     Raise UsageError where the address is taken, or is none of this host's. port 0 takes a free one.
     lookup_s: for the host's name."""
-    registry = CollectorRegistry()
+    host, registry = host.strip("[]"), CollectorRegistry()
     registry.register(Figures(server))
     ProcessCollector(registry=registry)
     with contextlib.ExitStack() as stack:

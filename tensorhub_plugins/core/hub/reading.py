@@ -320,9 +320,10 @@ class Reading:
         if now < pending.deadline:
             return None
         if visible:
+            held = history.versions[number].held_text(worker)
             text = (
                 f"version {number} is visible but no source had room or a readable layout "
-                f"({', '.join(acquire.layouts)}) before the deadline; held: {history.versions[number].held_text()}"
+                f"({', '.join(acquire.layouts)}) before the deadline; held: {held}"
             )
             return m.Refused(acquire.request_id, "DeadlineExceeded", text)
         what = f"version {number}" if number else f"a version from {acquire.at_least} on"

@@ -27,6 +27,7 @@ from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, NotPublished, TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.server import Server
+from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.operations.machine import BENCH_PORT, answer_peers, server_at
 from tensorhub_plugins.core.operations.status import fetch_status
 from tensorhub_plugins.core.protocol import advertised
@@ -89,6 +90,7 @@ def served(address: str, keys: Keys | None, size_mb: int = SIZE_MB, *, insecure:
     """Serve what other hosts measure within the block, and yield where the hub listens."""
     if not 1 <= size_mb <= SIZE_MB_MAX:
         raise UsageError(f"{size_mb} MB: from 1 to {SIZE_MB_MAX} can be served")
+    Room().take(2 * size_mb * int(MB))  # what is published is a copy
     blocks = torch.randint(-128, 128, (-(-size_mb * int(MB) // BLOCK_BYTES), BLOCK_BYTES), dtype=torch.int8)
     token = secrets.token_hex(16)
     with ExitStack() as stack:
@@ -154,6 +156,7 @@ def measure(host: str, keys: Keys | None, *, rounds: int = 5, timeout_s: float =
         count = max(1, min(stream.blocks, int(share * deadline.remaining() / (2 * rounds) / first_s)))
         if count < stream.blocks:
             notes.append(f"of {stream.blocks * BLOCK_BYTES / MB:.0f} MB there so many as the time is for: --timeout")
+        Room().take(2 * count * BLOCK_BYTES)  # of the stream and of the store
         reports, bare_s, store_s = list[ReplicateReport](), list[float](), list[float]()
         for number in range(-1, rounds):  # the first one warms up
             if number > 0 and deadline.remaining() < bare_s[-1] + store_s[-1]:

@@ -111,9 +111,11 @@ def _required(name: str) -> str:
 def limits(root: Path = machine.ROOT, child: str = OF_A_CHILD) -> Iterator[Check]:
     """Yield memory, cores, files, threads, memory files and the right to read other processes. child: the program of
     the process that is read."""
-    total, free = machine.total_bytes(root), machine.available_bytes(root)
-    found = f"{free / GB:.1f} GB free of {total / GB:.1f}, control groups counted; {machine.cores(root)} cores"
-    yield Check("memory", found, "" if free > MEMORY_FEW_BYTES else "free some, or raise memory.max of the container")
+    total, free = machine.total_bytes(root), machine.free_bytes(root)
+    how_much = "an unknown part is" if free is None else f"{free / GB:.1f} GB"
+    found = f"{how_much} free of {total / GB:.1f}, control groups counted; {machine.cores(root)} cores"
+    has_few = free is not None and free <= MEMORY_FEW_BYTES
+    yield Check("memory", found, "free some, or raise memory.max of the container" * has_few)
     files = raise_files_max()
     todo = "raise the hard limit (`ulimit -Hn`, LimitNOFILE=, --ulimit nofile=)" if files < FILES_FEW else ""
     yield Check("open files", f"{files}", todo)

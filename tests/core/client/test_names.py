@@ -129,7 +129,7 @@ def test_the_figures_wait_for_no_resolver(resolver, monkeypatch):
 
     monkeypatch.setattr(socket, "gethostbyaddr", reverse)
     with start_server() as hub:
-        for host in ("127.0.0.1", "0.0.0.0", "::1"):
+        for host in ("127.0.0.1", "0.0.0.0", "::1", "[::1]"):
             with exposition.served(hub, host, 0) as url, urllib.request.urlopen(url, timeout=SOON_S) as answer:
                 assert "tensorhub_hub_answers 1.0" in answer.read().decode()
         began = time.monotonic()

@@ -488,3 +488,16 @@ def test_a_hub_and_its_workers_where_only_ipv6_is(stage, keys):
         assert fetch_status(hub.address, keys=keys)["hub"]
         while stage.open:
             stage.open.pop().close()
+
+
+@pytest.mark.parametrize("reader", ["itself", "control: another"])
+def test_who_asks_for_what_nobody_else_holds_is_told_so(stage, reader):
+    """As a first try in one process is; the sources that it waits for are other workers."""
+    trainer = stage.client("trainer")
+    trainer.publish(1, {"w": torch.ones(3)})
+    if reader == "itself":
+        with pytest.raises(DeadlineExceeded, match="held: checkpoint by this worker itself, and it reads from others"):
+            trainer.fetch(1, timeout_s=0.2)
+        return
+    held = stage.client("other").fetch(1, serve=True)
+    assert held.version == 1 and trainer.fetch(1).tensors()["w"].tolist() == [1.0, 1.0, 1.0]

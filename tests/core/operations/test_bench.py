@@ -12,6 +12,8 @@ pytest.importorskip("torch")
 
 from tensorhub_plugins.core import Client, HubUnreachable, Keys, TensorHubError, UsageError, new_secret, start_server
 from tensorhub_plugins.core.cli import main
+from tensorhub_plugins.core.errors import ResourceRefused
+from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.operations import bench
 from tensorhub_plugins.core.operations.bench import BLOCK_BYTES, Result, measure, served, text
 
@@ -89,6 +91,17 @@ def test_what_is_in_the_way_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     for wrong in (["bench"], ["bench", "h", "--rounds", "0"], ["bench", "h", "--timeout", "0"]):
         with pytest.raises(SystemExit):
             main(wrong)
+
+
+def test_memory_that_is_not_there_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 60000 kB\n")
+    with served(HERE, None, 32) as hub:  # the control: there is as much
+        measure(at(hub), None, rounds=1, share=1e9)
+        monkeypatch.setattr(bench, "Room", partial(Room, tmp_path))
+        for call in (lambda: measure(at(hub), None, rounds=1, share=1e9), lambda: served(HERE, None, 32).__enter__()):
+            with pytest.raises(ResourceRefused, match=r"0.1 GB of host memory are needed"):  # for twice as many bytes
+                call()
 
 
 def _shut(stream: bench._Stream, host: str) -> None:

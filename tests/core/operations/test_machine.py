@@ -71,6 +71,12 @@ def test_limits_that_are_too_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(low) == 6 and all(check.to_do for check in low)
 
 
+def test_memory_that_the_system_does_not_report_is_not_said_to_be_low(tmp_path: Path) -> None:
+    """Without /proc."""
+    found = next(machine.limits(tmp_path))
+    assert "an unknown part is free" in found.found and not found.to_do
+
+
 def test_a_sandbox_that_forbids_to_ask_for_limits_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(kind: int) -> tuple[int, int]:
         raise PermissionError(1, "Operation not permitted")
