@@ -67,6 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except (OSError, RuntimeError, MemoryError) as error:
         refused = resources.refusal(error)
         if refused is None and not isinstance(error, OSError):
@@ -210,7 +212,8 @@ def show_status(options: argparse.Namespace) -> int:
         report["address"] = options.hub
         return report, problems.find(report, hub=hub, late_s=options.late)
 
-    if options.command == "top" and sys.stdout is not None and sys.stdout.isatty():
+    can_draw = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    if options.command == "top" and can_draw:
         return top.watch(fetch, options.interval)
     report, found = fetch()
     if options.command == "top":

@@ -311,7 +311,7 @@ class Version:
         return sum(size for shard, (_, size) in self.contents.items() if shard not in self.by_readers)
 
     def held_text(self, reader: Worker) -> str:
-        """Return the layouts that are held, as text for users, and whether nobody but this reader holds them."""
+        """Return the layouts that are held, as text for users, and whether this reader is their only holder."""
         held = [h for cut in self.holdings.values() for holders in cut.values() for h in holders.values()]
         layouts = ", ".join(sorted({layout for layout, _ in self.holdings})) or "nothing"
         return layouts + " by this worker itself, and it reads from others" * ({h.worker for h in held} == {reader})

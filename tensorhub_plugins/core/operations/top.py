@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tensorhub_plugins.core.deadline import bounded
 from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError
 from tensorhub_plugins.core.operations.problems import Problem, ago, rate_text
 from tensorhub_plugins.core.operations.status import at, escaped
@@ -142,7 +143,8 @@ def watch(fetch: Callable[[], tuple[Report, list[Problem]]], interval_s: float) 
     console, shown, status, heard_at = Console(), none, 2, time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         try:
-            while True:
+            at_terminal = console.is_terminal
+            while console.is_terminal == at_terminal:  # rich draws nothing where it has gone
                 note = ""
                 try:
                     report, problems = fetch()
@@ -152,6 +154,7 @@ def watch(fetch: Callable[[], tuple[Report, list[Problem]]], interval_s: float) 
                         raise  # what is asked for is wrong; later its name, say, may be gone for a while
                     note, status = f"no answer for {ago(time.monotonic() - heard_at)}: {error}", 2
                 live.update(drawn(shown, note, console), refresh=True)
-                time.sleep(interval_s)
+                time.sleep(bounded(interval_s))
         except KeyboardInterrupt:
-            return status
+            pass
+    return status

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from hub_scenarios import Scenario
 from rich.console import Console
 
-from tensorhub_plugins.core import UsageError, start_server
+from tensorhub_plugins.core import UsageError, cli, start_server
 from tensorhub_plugins.core.cli import main
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.operations import problems, top
@@ -104,6 +105,40 @@ def test_a_hub_whose_name_is_gone_for_a_while_does_not_end_it(monkeypatch, heard
     else:
         with pytest.raises(UsageError, match="correct the host's name"):
             top.watch(fetch, 0.0)
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"], ids=["dumb", "control"])
+def test_where_nothing_can_be_drawn_it_is_written_once(monkeypatch, capsys, term) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(top, "watch", lambda fetch, interval_s: 7)
+    with start_server() as hub:
+        assert main(["top", "--hub", hub.address]) == (0 if term == "dumb" else 7)
+    assert ("nothing is wrong" in capsys.readouterr().out) == (term == "dumb")
+
+
+def test_it_ends_with_its_terminal_and_waits_as_long_as_can_be_waited(monkeypatch) -> None:
+    """Rich draws nothing where no terminal is any more: it would ask the hub for ever."""
+    asked, slept, at_terminal = list[int](), list[float](), [True, True, True, False]
+    monkeypatch.setattr(Console, "is_terminal", property(lambda _: at_terminal[len(slept)]))
+    monkeypatch.setattr(top, "drawn", lambda *_: "")
+    monkeypatch.setattr(top.time, "sleep", slept.append)
+    with start_server() as hub:
+
+        def fetch() -> Any:
+            asked.append(1)
+            return {**fetch_status(hub.address), "address": hub.address}, []
+
+        assert top.watch(fetch, float("inf")) == 0 and len(asked) == 3
+    assert all(0 < seconds < threading.TIMEOUT_MAX for seconds in slept)
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "fetch_status", interrupted)
+    assert main(["status", "--hub", "tcp://127.0.0.1:1"]) == 130 and not "".join(capsys.readouterr())
 
 
 class Terminal:
