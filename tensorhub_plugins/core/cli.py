@@ -212,8 +212,7 @@ def show_status(options: argparse.Namespace) -> int:
         report["address"] = options.hub
         return report, problems.find(report, hub=hub, late_s=options.late)
 
-    can_draw = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    if options.command == "top" and can_draw:
+    if options.command == "top" and sys.stdout is not None and sys.stdout.isatty() and top.can_draw():
         return top.watch(fetch, options.interval)
     report, found = fetch()
     if options.command == "top":

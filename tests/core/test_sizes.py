@@ -17,7 +17,7 @@ CEILINGS = {
     "core/hub": 5_540,
     "core/kernels": 560,
     "core/memory": 3_715,
-    "core/operations": 1_745,
+    "core/operations": 1_755,
     "core/protocol": 1_160,
     "core/security": 720,
     "core/transfer": 1_947,

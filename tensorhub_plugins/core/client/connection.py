@@ -152,8 +152,9 @@ class HubLink:
             problem = TimeoutError(self._nameless or "the resolver does not answer")
             raise no_way(address, problem) from problem
         why = f" (its name cannot be looked up: {self._nameless})" if self._nameless else ""
+        unheard = self._handshakes.unheard() if len(self._addresses) == 1 else f"no hub answers at {address}"
         raise HubUnreachable(
-            f"no hub answers at {address}: start one with `tensorhub server`, or correct the address{why}",
+            f"{unheard}: start one with `tensorhub server`, or correct the address{why}",
             peer=address,
             phase="connect",
             timeout_s=timeout_s,

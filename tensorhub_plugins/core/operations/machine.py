@@ -265,8 +265,9 @@ def reached(peer: str, hub: str | None, timeout_s: float) -> Iterator[Check]:
             link.sendall(json.dumps(asked).encode() + b"\n")
             answers = json.loads(line_of(link))
     except (OSError, ValueError, AttributeError, OverflowError) as error:
+        why = "another program answers" if isinstance(error, (ValueError, AttributeError)) else error
         yield Check(
-            name, f"no answer: {error}", f"start `tensorhub doctor machine --listen` there, and open its port {port}"
+            name, f"no answer: {why}", f"start `tensorhub doctor machine --listen` there, and open its port {port}"
         )
         return
     for each in here.host.split(","):

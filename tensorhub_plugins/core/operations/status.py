@@ -88,7 +88,7 @@ def _fetch_status(address: str, deadline: Deadline, keys: Keys | None) -> dict[s
             problem = handshakes.problem(time.monotonic())
             if problem is not None:
                 raise UsageError(problem, phase="status")
-        raise HubUnreachable("no hub answers", peer=address, phase="status")
+        raise HubUnreachable(handshakes.unheard(), peer=address, phase="status")
     finally:
         handshakes.close()
         socket.close()

@@ -132,6 +132,13 @@ def drawn(shown: Frame, note: str, console: Any) -> Any:
     return Group(*lines)
 
 
+def can_draw() -> bool:
+    """Return whether this terminal can do more than write lines."""
+    from rich.console import Console
+
+    return not Console().is_dumb_terminal
+
+
 def watch(fetch: Callable[[], tuple[Report, list[Problem]]], interval_s: float) -> int:
     """Show it in this terminal until Ctrl-C. Return 0, 1 or 2 as `tensorhub status` would have at the end.
 

@@ -183,6 +183,11 @@ class Handshakes:
         self._client.connect(format_address("tcp", host, port))
         self.endpoint = format_address("tcp", host, port)
 
+    def unheard(self) -> str:
+        """Return that no hub answers there, and what does."""
+        what = ", where another program listens, or a hub that is stopped" if self._connection is not None else ""
+        return f"no hub answers at {self._address}{what}"
+
     def leads_to(self, hosts: Collection[str], port: int) -> bool:
         """Return whether it is connected to one of these."""
         return self.endpoint in {format_address("tcp", host, port) for host in hosts}

@@ -110,6 +110,22 @@ def test_each_address_is_checked() -> None:
         pass
 
 
+@pytest.mark.parametrize("listens", [True, False], ids=["another program", "control: nobody"])
+def test_another_program_is_no_hub_that_does_not_run(listens: bool) -> None:
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(nobody())
+        if listens:
+            port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            address = f"tcp://127.0.0.1:{port}"
+        for call in (
+            lambda: fetch_status(address, timeout_s=0.5),
+            lambda: stack.enter_context(link(address, redial_s=None, connect_timeout_s=0.5)),
+        ):
+            with pytest.raises(HubUnreachable, match=f"no hub answers at {address}") as error:
+                call()
+            assert ("where another program listens" in str(error.value)) == listens
+
+
 @pytest.mark.parametrize(("redial_s", "connections"), [(0.1, 3), (60.0, 1)], ids=["it is", "control"])
 def test_a_connection_that_brings_nothing_is_replaced(redial_s: float, connections: int) -> None:
     """A hub that takes everything and says nothing: its socket lives, and answers ZeroMQ's own heartbeats."""

@@ -183,3 +183,18 @@ def test_a_peer_without_a_name_is_not_passed_over(capsys: pytest.CaptureFixture[
     """As of a variable that is not set."""
     assert main(["doctor", "machine", "--with", ""]) == 1
     assert "is no endpoint of tcp" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_another_program_is_said_to_be_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as web:
+
+        def answer() -> None:
+            link, _ = web.accept()
+            with link:
+                link.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        answering = threading.Thread(target=answer, daemon=True)
+        answering.start()
+        (check,) = reached(f"127.0.0.1:{web.getsockname()[1]}", None, SOON_S)
+        answering.join()
+    assert check.found == "no answer: another program answers" and "--listen" in check.to_do
