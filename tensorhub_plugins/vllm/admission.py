@@ -7,9 +7,9 @@ at most `X-TensorHub-Wait` seconds (10), and is then refused with 409, which say
 withdraw that or pin another. Every answer that is no stream carries the oldest and the newest version of its tokens,
 `X-TensorHub-Version-First` and `-Last` (0: none of the store's), and a stream that was asked for with
 `X-TensorHub-Versions: 1` the same as a comment before its end; not that of a request with a name of its own
-(`X-Request-Id`). `GET /ready` is 503 with "behind" while a newer version has not been installed for `?max_behind_s=`
-(60): a router that does not know the store holds traffic back by it. Before `GET /metrics` is answered the store's
-figures are renewed (exposition.py).
+(`X-Request-Id`, or `request_id` in its body). `GET /ready` is 503 with "behind" while a newer version has not been
+installed for `?max_behind_s=` (60): a router that does not know the store holds traffic back by it. Before `GET
+/metrics` is answered the store's figures are renewed (exposition.py).
 """
 
 from __future__ import annotations
@@ -141,10 +141,14 @@ class Admission:
         headers = dict(scope["headers"])
         given: object = headers[MIN_VERSION].decode("latin-1") if MIN_VERSION in headers else None
         body = _Body(receive)
-        if given is None and b"json" in headers.get(b"content-type", b"json"):
+        is_json = b"json" in headers.get(b"content-type", b"json")
+        if given is None and is_json:
             given = _named_in(await body.read(), IN_BODY)
+        has_name = REQUEST_ID in headers or (is_json and _named_in(await body.read(), "request_id") is not None)
+        is_named = has_name or not _path(scope).startswith(ANSWERING)
+        answer = self._app if is_named else partial(self._answer, engine)
         if given is None:
-            await self._answer(engine, scope, body.receive, send)
+            await answer(scope, body.receive, send)
             return
         try:
             wanted, wait_s = parse_version(str(given)), _wait_s(headers.get(WAIT))
@@ -171,19 +175,15 @@ class Admission:
                     return
                 if await body.has_left(min(POLL_S, left_s)):
                     return
-            await self._answer(engine, scope, body.receive, _with_version(send, said["version"]))
+            await answer(scope, body.receive, _with_version(send, said["version"]))
         finally:
             body.close()
 
     async def _answer(self, engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
         """Have it answered, and say of which versions its tokens are."""
-        headers = dict(scope["headers"])
-        if REQUEST_ID in headers or not _path(scope).startswith(ANSWERING):
-            await self._app(scope, receive, send)
-            return
         name = f"{PREFIX}{uuid.uuid4().hex}"
         named = {**scope, "headers": [*scope["headers"], (REQUEST_ID, name.encode())]}
-        versions = _Versions(engine, name, send, in_streams=headers.get(VERSIONS) == b"1")
+        versions = _Versions(engine, name, send, in_streams=dict(scope["headers"]).get(VERSIONS) == b"1")
         try:
             await self._app(named, receive, versions.send)
         finally:

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from tensorhub_plugins.core import version_of  # noqa: E402
 from tensorhub_plugins.vllm import admission  # noqa: E402
-from tensorhub_plugins.vllm.admission import Admission, furthest_behind, readiness  # noqa: E402
+from tensorhub_plugins.vllm.admission import FIRST, Admission, furthest_behind, readiness  # noqa: E402
 from tensorhub_plugins.vllm.engine.core import lag_of  # noqa: E402
 from tensorhub_plugins.vllm.exposition import DURATION, FIGURES, IN_FLIGHT, PREFIX  # noqa: E402
 
@@ -181,7 +181,7 @@ def test_a_request_for_an_adapter_waits_for_that_one(monkeypatch: pytest.MonkeyP
         got, headers, body = server.post(json.dumps({"model": model}).encode(), **how)
         assert got == status, (model, wanted)
         assert version == (json.loads(body)["version"] if got == 409 else int(headers[b"x-tensorhub-version"]))
-    monkeypatch.setattr(admission, "_named_in", lambda body, name: 1 / 0)
+    monkeypatch.setattr(admission, "_named_in", lambda body, name: 1 / 0 if name == "model" else None)
     assert Server(said(7)).post(b'{"model": "a"}', x_tensorhub_min_version="7")[0] == 200
     with pytest.raises(ZeroDivisionError):  # the control
         server.post(b'{"model": "a"}', x_tensorhub_min_version="7")
@@ -242,9 +242,13 @@ def test_an_answer_that_the_engine_knows_nothing_of_is_as_it_was() -> None:
     assert server.post(b"{}") == (200, {b"x": b"y"}, b"text")
     server.starts = STARTS
     assert server.post(b"{}", x_request_id="mine")[1] == {b"x": b"y"} and server.ids[-1] == "mine"
+    for own in (b'{"request_id": "mine"}', b'{"request_id": "mine", "min_version": 5}'):  # as a run's servers are asked
+        assert FIRST not in server.post(own)[1] and server.ids[-1] == ""  # vLLM takes it from the body
+    assert FIRST in server.post(b'{"request_id": null}')[1] and FIRST in server.post(b'["request_id"]')[1]
+    server.named.clear()
     assert server.post(b"{}", path="/sleep")[1] == {b"x": b"y"} and server.ids[-1] == ""
     server.answer = [{"status": 400, "headers": []}, {"body": b"text"}]
-    assert server.post(b"{}")[1] == {} and len(server.named) == 2  # it is forgotten all the same
+    assert server.post(b"{}")[1] == {} and len(server.named) == 1  # it is forgotten all the same
 
 
 def test_a_stream_says_it_before_its_end_if_it_was_asked() -> None:

@@ -25,7 +25,7 @@ from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.ray.external import Expected, External, ServerLost
 
-pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
 
 PROMPT = [10, 11, 12, 13, 14, 15]
 LONG, ALIKE = 1500, 16  # tokens of an answer; and of those after a switch that are compared

@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 from vllm_engines import PROMPTS, Engine, EngineError, checkpoint, engines, wait_until
 
 from tensorhub_plugins.core import Client, Server
+from tensorhub_plugins.vllm.names import installed_version
 
 pytestmark = pytest.mark.heavy
 LONG, SMOKE = pytest.mark.long, pytest.mark.smoke
@@ -128,6 +129,8 @@ def test_the_stock_reload_is_wrong_here(kind: str, models: Any) -> None:
     with engines(new, old, extension=None) as (fresh, engine):
         if not engine.ask("packs"):
             pytest.skip("on this CPU (no AVX-512) vLLM packs no layers, and its own way is right")
+        if str(installed_version()).startswith("0.24."):
+            pytest.skip("the own way of vLLM 0.24 is right")
         expected = fresh.generate()
         engine.ask("reload_stock", str(new))
         assert engine.generate() != expected

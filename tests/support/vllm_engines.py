@@ -101,9 +101,11 @@ def why_not(kind: str) -> str | None:
 
     from tensorhub_plugins.vllm.names import installed_version
 
-    if "num_experts_per_tok" not in KINDS[kind][1] or not str(installed_version()).startswith("0.24."):
+    if not str(installed_version()).startswith("0.24."):
         return None
-    if torch.cpu._is_avx512_supported():
+    if "kv_lora_rank" in KINDS[kind][1]:
+        return "stock vLLM 0.24 has no latent attention (MLA) on CPUs"
+    if "num_experts_per_tok" not in KINDS[kind][1] or torch.cpu._is_avx512_supported():
         return None
     return "stock vLLM 0.24 ends its first step with experts where the CPU has no AVX-512: no configuration is set"
 
