@@ -471,8 +471,9 @@ def _listens_at(port: int, keys: Keys | None, *, insecure: bool) -> str:
 
 def write_timeline(files: list[Path], out: Path) -> str:
     """Write a page and a trace of these journals; return what each version waited for, as text for users."""
-    found = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
-    found = [file for file in found if not file.is_dir()]
+    found = [
+        each for file in files for each in (sorted(filter(Path.is_file, file.iterdir())) if file.is_dir() else [file])
+    ]
     events, left_out = timeline.newest(event for file in found for event in _events_of(file))
     out = out / "timeline" if out.is_dir() else out
     name = str(out.with_suffix("") if out.suffix in (".html", ".json") else out)

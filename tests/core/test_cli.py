@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import urllib.request
@@ -100,6 +101,19 @@ def test_a_hub_whose_figures_get_no_thread_runs_without_them(monkeypatch, capsys
         chosen = cli._metrics(hub, Namespace(metrics_host="127.0.0.1", metrics_port=0))
         with pytest.raises(UsageError, match="refuses threads"), chosen:
             pass
+
+
+def test_figures_are_answered_though_no_thread_is_left(monkeypatch):
+    asked = []
+
+    def refused(**_):
+        asked.append(1)
+        raise RuntimeError("can't start new thread")
+
+    with start_server() as hub, exposition.served(hub, "127.0.0.1", 0) as url:
+        monkeypatch.setattr(socketserver, "threading", SimpleNamespace(Thread=refused))
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert "tensorhub_hub_answers 1.0" in answer.read().decode() and asked
 
 
 @pytest.mark.parametrize("text", ["can't start new thread", "control"])

@@ -65,8 +65,15 @@ class _Http(ThreadingWSGIServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, or in this one, where there is none left."""
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:
+            self.process_request_thread(request, client_address)
+
     def handle_error(self, *_: Any) -> None:
-        """Log a scrape that has failed: no thread was left for it, or the scraper has gone."""
+        """Log a scrape that has failed, as its scraper has gone."""
         log.debug("a request for metrics has failed", exc_info=True)
 
 

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -40,7 +41,7 @@ PACKAGE = "tensorhub-plugins"
 GB = 1e9
 FILES_FEW, THREADS_FEW, SHM_FEW_BYTES, MEMORY_FEW_BYTES = 4096, 4096, 1 << 30, 1 << 30
 MESSAGE_BYTES_MAX = 4096
-CONNECT_S = 5.0
+CONNECT_S, ACCEPT_AGAIN_S = 5.0, 0.1
 PORT, BENCH_PORT = 7075, 7076  # of --listen, and of `tensorhub bench --serve`
 # Another process: what a peer that shares memory would read.
 OF_A_CHILD = (
@@ -303,9 +304,16 @@ def _answer_all(server: socket.socket, token: str) -> None:
 
 def answer_peers(server: socket.socket, answer: Callable[[socket.socket, str, Any], None], *, timeout_s: float) -> None:
     """Call `answer` with the connection, host and question (a line of JSON) of one peer after the other, until the
-    socket is shut down. A peer that asks something else, whatever it is, gets no answer."""
+    socket is shut down: OSError. A peer that asks something else, whatever it is, gets no answer; one for which there
+    is no file left waits."""
     while True:
-        link, peer = server.accept()
+        try:
+            link, peer = server.accept()
+        except OSError as error:
+            if resources.refusal(error) is None:
+                raise
+            time.sleep(ACCEPT_AGAIN_S)
+            continue
         with suppress(OSError, ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError), link:
             link.settimeout(timeout_s)
             answer(link, str(peer[0]), json.loads(line_of(link)))

@@ -198,3 +198,15 @@ def test_a_peer_that_is_another_program_is_said_to_be_one() -> None:
         (check,) = reached(f"127.0.0.1:{web.getsockname()[1]}", None, SOON_S)
         answering.join()
     assert check.found == "no answer: another program answers" and "--listen" in check.to_do
+
+
+def test_a_peer_is_answered_though_there_was_no_file_left_for_one_before() -> None:
+    class Server:
+        outcomes = [errno.EMFILE, errno.EINVAL]  # the latter: it was shut down
+
+        def accept(self) -> None:
+            raise OSError(number := self.outcomes.pop(0), os.strerror(number))
+
+    with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):
+        machine.answer_peers(Server(), lambda *_: None, timeout_s=1.0)  # type: ignore[arg-type]
+    assert not Server.outcomes

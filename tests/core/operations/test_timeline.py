@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,17 @@ def test_what_was_left_out_is_said(
     monkeypatch.setattr(timeline, "newest", lambda events: newest(events, 4))
     assert main(["timeline", str(folder), "--out", str(folder / "page")]) == 0
     assert "4 events, without 5 earlier ones;" in capsys.readouterr().out
+
+
+def test_of_a_folder_only_files_are_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe there would be waited for."""
+    assert main(["timeline", str(folder), "--out", str(folder / "page")]) == 0
+    expected = capsys.readouterr().out
+    for name in ("page.html", "page.json"):
+        (folder / name).unlink()
+    os.mkfifo(folder / "pipe")
+    assert main(["timeline", str(folder), "--out", str(folder / "page")]) == 0
+    assert capsys.readouterr().out == expected
 
 
 def test_a_file_without_lines_is_not_read_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
