@@ -15,6 +15,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ FLAGS = ("-O3", "-shared", "-fPIC")  # and for no special processor: a container
 COMPILE_S_MAX = 60.0
 
 _log = logging.getLogger(__name__)
-_begun = threading.Lock()  # taken once and kept
+_begun: set[int] = set()  # the processes that have: a fork has none of its parent's threads
 _kernel: Kernel = NUMPY
 
 
@@ -59,7 +60,8 @@ def kernel() -> Kernel:
 
 def begin() -> None:
     """Begin to compile the native kernel, in the background; once in a process, when deltas are first in sight."""
-    if _begun.acquire(blocking=False):
+    if _kernel is NUMPY and os.getpid() not in _begun:
+        _begun.add(os.getpid())
         with contextlib.suppress(RuntimeError):  # the system has no thread left
             threading.Thread(target=_compile_quietly, name="tensorhub-compile", daemon=True).start()
 
@@ -72,14 +74,8 @@ def compiled(compilers: Sequence[str] = COMPILERS) -> Kernel:
     with os.fdopen(os.memfd_create("tensorhub-kernel"), "rb") as made:  # a killed process leaves no file behind
         path = f"/proc/self/fd/{made.fileno()}"
         command = [compiler, *FLAGS, "-o", path, str(SOURCE)]
-        subprocess.run(
-            command,
-            check=True,
-            capture_output=True,
-            timeout=COMPILE_S_MAX,
-            stdin=subprocess.DEVNULL,
-            pass_fds=[made.fileno()],
-        )
+        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "timeout": COMPILE_S_MAX, "pass_fds": [made.fileno()]}
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", **how)
         return NativeKernel(ctypes.CDLL(path))
 
 
@@ -88,7 +84,7 @@ def _compile_quietly(compile_: Callable[[], Kernel] = compiled) -> None:
     try:
         _kernel = compile_()
     except (OSError, AttributeError, subprocess.SubprocessError, RuntimeError) as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace")
+        said = getattr(error, "stderr", None) or ""
         _log.info("deltas are made by numpy, which is slower: %s %.500s", error, said)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import subprocess
+import threading
 import zlib
 
 import numpy as np
@@ -161,7 +163,7 @@ def test_without_a_compiler_numpy_does_the_work(monkeypatch, caplog):
     assert native.kernel() is NUMPY
 
     def broken() -> codec.Kernel:
-        raise subprocess.CalledProcessError(1, "cc", stderr=b"Cannot create temporary file in /tmp/")
+        raise subprocess.CalledProcessError(1, "cc", stderr="Cannot create temporary file in /tmp/")
 
     with caplog.at_level("INFO"):
         native._compile_quietly(broken)
@@ -169,6 +171,21 @@ def test_without_a_compiler_numpy_does_the_work(monkeypatch, caplog):
     monkeypatch.setattr(native, "_kernel", NUMPY)
     native._compile_quietly(native_kernel)
     assert native.kernel() is native_kernel()
+
+
+@pytest.mark.parametrize("forked", [True, False], ids=["forked", "control"])
+def test_a_fork_begins_anew(monkeypatch, forked):
+    """It has none of the threads of its parent, which may have been at work, and would go on with numpy for ever."""
+    begun = threading.Event()
+    monkeypatch.setattr(native, "_kernel", NUMPY)
+    monkeypatch.setattr(native, "_compile_quietly", begun.set)
+    monkeypatch.setattr(native, "_begun", {os.getppid() if forked else os.getpid()})
+    native.begin()
+    native.begin()
+    for thread in threading.enumerate():
+        if thread.name == "tensorhub-compile":
+            thread.join()
+    assert begun.is_set() == forked
 
 
 @pytest.mark.parametrize("kernel_of", [lambda: NUMPY, native_kernel], ids=["numpy", "native"])
