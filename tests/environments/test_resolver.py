@@ -40,6 +40,10 @@ def command(*arguments):
     assert main([*arguments, "--hub", HUB, "--timeout", str(TIMEOUT_S)]) == (2 if arguments[0] == "status" else 1)
     raise TensorHubError("as it has said")
 
+def tried(*arguments):
+    assert main([*arguments, "--timeout", str(TIMEOUT_S)]) == 1
+    raise TensorHubError("as it has said")
+
 hub = start_server()
 calls = {
     "Client": make,
@@ -51,6 +55,8 @@ calls = {
     "pin": lambda: command("pin", "1", "--model", "m"),
     "unpin": lambda: command("unpin", "--model", "m"),
     "withdraw": lambda: command("withdraw", "1", "--model", "m"),
+    "bench": lambda: tried("bench", "hub:1"),
+    "doctor machine": lambda: tried("doctor", "machine", "--hub", hub.address, "--with", "hub:1"),
 }
 seconds = {}
 for name, call in calls.items():
@@ -75,7 +81,7 @@ def test_no_call_and_no_command_waits_for_the_resolver(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found["seconds"]) == 9
+    assert len(found["seconds"]) == 11
     for name, (seconds, error) in found["seconds"].items():
         assert seconds < (5.0 if name == "Server" else TIMEOUT_S) + LATE_S, (name, error)
     total_s = sum(seconds for seconds, _ in found["seconds"].values())

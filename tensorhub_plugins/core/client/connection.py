@@ -50,6 +50,7 @@ RECONNECT_MAX_MS = 1000
 LINK_HEARTBEAT_MS, LINK_TIMEOUT_MS = 2000, 10_000  # answered by the hub's socket, also while the hub is busy
 CONNECT_TIMEOUT_MS = 2000
 BYE_LINGER_MS = 200  # for the Bye to leave this process; without it the hub would wait for the session to expire
+REFUSED_AGAIN_S = 0.5  # when all addresses have refused: the hub may be about to start
 LOOK_UP_EVERY_S = 1.0  # for the hub's name, while the hub is silent: it may have moved
 FAR_S = 0.03  # a round trip: to another continent; a hub that is near answers in a millisecond, or a few
 QUIET_HEARTBEATS = 2  # without a message: the hub is silent
@@ -301,7 +302,7 @@ class HubLink:
 
     def _connect_if_due(self, poller: select.poll, now: float) -> None:
         """Look up the next address, when that is due, or this one while the hub is silent there; connect."""
-        if self._is_to_redial or self._is_refused():
+        if self._is_to_redial or self._is_refused(now):
             self._is_to_redial, self._is_stale = False, True
             self._dialed += 1
             self._look_up()
@@ -310,10 +311,12 @@ class HubLink:
             self._look_up()
         self._connect_if_found(poller)
 
-    def _is_refused(self) -> bool:
-        """Return whether to go on to the next address at once: this one has refused, and not each has been tried."""
-        untried = len(self._addresses) * max(map(len, self._found.values()), default=1) - 1 - self._dialed
-        return self._handshakes.is_refused and not self._is_stale and not self._welcomed.done() and untried > 0
+    def _is_refused(self, now: float) -> bool:
+        """Return whether to go on to the next address, as this one has refused: at once until each has been tried."""
+        if not self._handshakes.is_refused or self._is_stale or self._welcomed.done():
+            return False
+        choices = len(self._addresses) * max(map(len, self._found.values()), default=1)
+        return choices > 1 and (self._dialed < choices - 1 or now - self._looked_at > REFUSED_AGAIN_S)
 
     def _connect_if_found(self, poller: select.poll) -> None:
         """Connect to where the hub's name resolves: at first, when the connection is to be replaced, and when the name
@@ -355,7 +358,8 @@ class HubLink:
     def _reopen(self, poller: select.poll) -> bool:
         """Return whether a new connection was opened; out of descriptors the old one stays, until the next try."""
         before, handshakes = self._socket, self._handshakes
-        log.info("%s: connects anew to the hub, at %s", self._name, self.address)
+        say = log.info if self._welcomed.done() else log.debug
+        say("%s: connects anew to the hub, at %s", self._name, self.address)
         try:
             self._open()
         except zmq.ZMQError as error:

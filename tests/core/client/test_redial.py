@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -16,7 +17,7 @@ from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.errors import HubUnreachable, UsageError
 from tensorhub_plugins.core.hub.limits import HubLimits
-from tensorhub_plugins.core.hub.server import start_server
+from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
@@ -100,6 +101,22 @@ def test_an_address_that_refuses_is_left_at_once(refuses: bool) -> None:
         else:
             with pytest.raises(HubUnreachable, match="no hub answers"), heard:
                 pass
+
+
+def test_addresses_that_have_all_refused_are_tried_again() -> None:
+    """The hub and its clients are started at once, and its name has two addresses."""
+    with nobody() as first, nobody() as second:
+        port = first.rpartition(":")[2]
+    hubs = list[Server]()
+    starts = threading.Timer(0.7, lambda: hubs.append(start_server(f"tcp://127.0.0.1:{port}")))
+    starts.start()
+    try:
+        with link(f"{first},{second}", redial_s=60.0) as one:
+            assert one.address == first
+    finally:
+        starts.join()
+        for hub in hubs:
+            hub.close()
 
 
 def test_each_address_is_checked() -> None:
