@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
@@ -32,7 +32,7 @@ def sweep(run: str, since: float, shared: Path = SHARED) -> list[Path]:
         time.sleep(0.2)
     made = [file for pattern in NAMES for file in shared.glob(pattern) if _made_since(file, since)]
     # Only holders of one of them: other processes that got RUN, an editor for example, go on.
-    _kill([process for process in left if any(str(file) in read(process / "maps") for file in made)])
+    _kill([process for process in left if _mapped(made, [process])])
     return _remove(made)
 
 
@@ -40,9 +40,7 @@ def kill_group(group: int, shared: Path = SHARED) -> list[Path]:
     """Send SIGKILL to a process group that the caller has made. Remove what only its processes have mapped there, which
     Python's resource tracker would have done, had it not been killed with them."""
     members = [process for process in processes() if _group_of(process) == group]
-    made = [file for pattern in NAMES for file in shared.glob(pattern)]
-    maps = "\n".join(read(process / "maps") for process in members) if made else ""
-    held = [file for file in made if str(file) in maps]
+    held = _mapped([file for pattern in NAMES for file in shared.glob(pattern)], members)
     _kill(members)
     return _remove(held)
 
@@ -59,11 +57,27 @@ def _kill(members: list[Path]) -> None:
 
 def _remove(files: list[Path]) -> list[Path]:
     """Remove those that no process has mapped."""
-    maps = "\n".join(read(process / "maps") for process in processes()) if files else ""
-    removed = [file for file in files if str(file) not in maps]
+    mapped = set(_mapped(files, processes()))
+    removed = [file for file in files if file not in mapped]
     for file in removed:
         file.unlink(missing_ok=True)
     return removed
+
+
+def _mapped(files: list[Path], members: Iterable[Path]) -> list[Path]:
+    """Return those that one of these processes has mapped. By the inode, too: the process that has made a semaphore has
+    mapped it under another name, which it had before it was complete."""
+    maps = "\n".join(read(process / "maps") for process in members) if files else ""
+    return [file for file in files if str(file) in maps or ((place := _place(file)) and place in maps)]
+
+
+def _place(file: Path) -> str:
+    """Return how /proc/PID/maps names the file's place; "": it is gone."""
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return ""
+    return f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino} "
 
 
 def _group_of(process: Path) -> int:

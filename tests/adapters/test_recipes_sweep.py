@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -29,6 +30,17 @@ def test_only_what_is_new_of_its_kind_and_not_in_use_goes(shared: Path) -> None:
         removed = sweep.sweep(str(shared / "run"), time.time() - 60, shared)
     assert {file.name for file in removed} == {"psm_left", "sem.mp-left"}
     assert {file.name for file in shared.iterdir()} == {"psm_mapped", "psm_old", "of_a_stranger"}
+
+
+def test_a_semaphore_that_its_maker_alone_has_is_in_use() -> None:
+    """As of an engine that is being started while another run on this machine ends."""
+    lock = multiprocessing.get_context("spawn").Lock()
+    file = sweep.SHARED / f"sem.{lock._semlock.name[1:]}"  # type: ignore[attr-defined]
+    assert file.exists() and str(file) not in sweep.read(Path("/proc/self/maps"))  # which is why the inode is compared
+    assert sweep._remove([file]) == [] and file.exists()
+    copy = file.with_name(f"{file.name}-copy")  # the control
+    copy.write_bytes(file.read_bytes())
+    assert sweep._remove([copy]) == [copy] and not copy.exists()
 
 
 def test_who_is_killed_leaves_nothing_of_its_own(tmp_path: Path) -> None:
