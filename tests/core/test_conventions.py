@@ -320,3 +320,55 @@ def test_a_subject_that_is_too_long_is_found(tmp_path: Path) -> None:
         done = git(*arguments, at=tmp_path)
         assert done.returncode == 0, done.stderr
     assert over_long(new_subjects(tmp_path)) == [f"core: {'x' * 67}"]
+
+
+# --- recipes, which neither mypy nor a quick test sees whole ---
+
+
+def bound_in(file: Path) -> set[str]:
+    """Return the names that a module binds outside of functions and classes."""
+    found: set[str] = set()
+    open_ = list(ast.parse(file.read_text()).body)
+    while open_:
+        node = open_.pop()
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+                continue
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found |= {(each.asname or each.name).partition(".")[0] for each in names}
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+        open_ += ast.iter_child_nodes(node)
+    return found
+
+
+def unbound(root: Path, folder: str = "recipes") -> list[str]:
+    """Return what modules of this folder import from modules of ours which do not have it."""
+    found = []
+    for file in sorted((root / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(
+                ("recipes", "tensorhub_plugins")
+            ):
+                continue
+            place = root / str(node.module).replace(".", "/")
+            module = place.with_suffix(".py") if place.with_suffix(".py").exists() else place / "__init__.py"
+            names = bound_in(module) if module.exists() else set()
+            lost = [each.name for each in node.names if each.name not in names]
+            lost = [name for name in lost if "__getattr__" not in names and not list(place.glob(f"{name}*"))]
+            found += [f"{file.relative_to(root)}: {node.module} has no {name}" for name in lost]
+    return found
+
+
+def test_what_recipes_import_of_ours_is_there(tmp_path: Path) -> None:
+    assert unbound(ROOT) == []
+    (tmp_path / "recipes/demo").mkdir(parents=True)
+    (tmp_path / "recipes/demo/one.py").write_text("import os\nif os:\n    A = 1\ndef b(): c = 1\n")
+    text = "from recipes.demo.one import A, b, c, os\nfrom recipes.demo import one, two\nfrom recipes.no import x\n"
+    (tmp_path / "recipes/other.py").write_text(text)
+    assert [each.rpartition(": ")[2] for each in unbound(tmp_path)] == [
+        "recipes.demo.one has no c",
+        "recipes.demo has no two",
+        "recipes.no has no x",
+    ]

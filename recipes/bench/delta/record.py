@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from recipes.bench.delta.material import Elements
-from recipes.demo.__main__ import ROOT, STORE, end_cleanly_when_told, end_group
+from recipes.demo.__main__ import ROOT, STORE
+from recipes.demo.watch import end_cleanly_when_told, end_group
 from tensorhub_plugins.core import Client, start_server
 from tensorhub_plugins.core.errors import NotPublished
 
