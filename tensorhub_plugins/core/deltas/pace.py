@@ -5,6 +5,7 @@ from __future__ import annotations
 WEIGHT = 0.5  # of the last read, in a moving average
 SLOWER, SLOWER_S = 1.05, 0.005  # than whole segments, from there on: less is chance
 TRIED_AGAIN_AFTER, TRIED_AGAIN_AFTER_MAX = 16, 1024  # reads: twice as many after each try in vain
+CLEARLY = 4.0  # times faster than the first whole read, which may have been slow for its new memory and connection
 
 
 class Pace:
@@ -12,7 +13,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.whole = self.by_delta = 0.0
-        self._left, self._pause = 0, TRIED_AGAIN_AFTER
+        self._left, self._pause, self._wholes = 0, TRIED_AGAIN_AFTER, 0
 
     def takes_deltas(self) -> bool:
         """Return whether the next read is to take deltas: they were not slower, or have not been tried for long."""
@@ -24,10 +25,13 @@ class Pace:
         """Note how long a read has taken, and as how many of its bytes deltas came; mixtures say nothing."""
         rate = size_bytes / max(seconds, 1e-9)
         if not delta_size_bytes:
-            self.whole = rate if not self.whole else (1 - WEIGHT) * self.whole + WEIGHT * rate
+            self.whole = rate if self._wholes < 2 else (1 - WEIGHT) * self.whole + WEIGHT * rate
+            self._wholes += 1
         elif 2 * delta_size_bytes > size_bytes:
             self.by_delta = rate
             if self.whole and seconds > SLOWER * size_bytes / self.whole + SLOWER_S:
                 self._left, self._pause = self._pause, min(2 * self._pause, TRIED_AGAIN_AFTER_MAX)
             else:
                 self._pause = TRIED_AGAIN_AFTER
+                if self._wholes < 2 and rate < CLEARLY * self.whole:
+                    self._left = 2  # the next one whole

@@ -42,6 +42,7 @@ def test_a_link_that_has_become_slower_takes_them_again():
 def test_milliseconds_are_chance():
     pace = Pace()
     pace.read(1000, 0, 0.001)
+    pace.read(1000, 0, 0.001)
     pace.read(1000, 1000, 0.005)
     assert pace.takes_deltas()
     pace.read(1000, 1000, 0.007)
@@ -53,3 +54,21 @@ def test_a_mixture_says_nothing():
     pace.read(1000, 0, 1.0)
     pace.read(1000, 400, 100.0)
     assert pace.takes_deltas() and pace.whole == 1000.0
+
+
+def test_a_first_read_that_was_slow_for_once_is_measured_again():
+    """Its memory is new, and the connection: by that alone deltas would pass for faster on every free link."""
+    pace, took = Pace(), []
+    pace.read(1000, 0, 3.0)
+    for _ in range(8):
+        took.append(pace.takes_deltas())
+        pace.read(1000, 1000 * took[-1], 2.0 if took[-1] else 1.0)
+    assert took == [True, False, True, *5 * [False]]
+
+
+def test_what_is_clearly_faster_needs_no_second_measurement():
+    pace = Pace()
+    pace.read(1000, 0, 9.0)
+    for _ in range(8):
+        assert pace.takes_deltas()
+        pace.read(1000, 1000, 2.0)
