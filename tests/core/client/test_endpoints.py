@@ -10,8 +10,7 @@ import time
 
 import pytest
 import torch
-from client_processes import same_bytes, tensors_of
-from client_stage import FAR, NEAR, SOON_S
+from client_stage import NEAR, SOON_S
 
 from tensorhub_plugins.core import (
     Client,
@@ -102,25 +101,6 @@ def test_one_that_fails_while_it_is_measured_costs_nothing_but_its_segment(read,
     assert read.fetch(1) == (read.whole, 0)
     assert WAYS.order(read.endpoints[::-1], time.monotonic()) == read.endpoints, "it is known to be the worse one"
     assert read.fetch(2) == (read.whole, 0)
-
-
-@pytest.mark.parametrize("at", HOSTS)
-def test_a_source_that_is_killed_while_it_is_measured_is_left_for_another(stage, monkeypatch, at):
-    source = stage.worker("trainer", advertise_host=",".join(HOSTS))
-    source.call("publish", 1, 1)
-    peer, reader = stage.client("peer", location=FAR), stage.client("reader", limits=PATIENT)
-    peer.fetch(1, serve=True).release()
-    transfer = TcpLink._transfer
-
-    def killing(link, *arguments):
-        if Read.host_of(link.peer) == at:
-            source.kill()
-        return transfer(link, *arguments)
-
-    monkeypatch.setattr(TcpLink, "_transfer", killing)
-    fetched = reader.fetch(1, timeout_s=SOON_S)
-    assert same_bytes(fetched.tensors(), tensors_of(1))
-    assert "trainer/0" in " ".join(fetched.report.losses) and "peer/0" in fetched.report.sources
 
 
 def test_what_is_small_and_what_has_no_digests_is_not_measured(stage, read, monkeypatch):
