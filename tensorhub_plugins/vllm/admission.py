@@ -141,10 +141,10 @@ class Admission:
         headers = dict(scope["headers"])
         given: object = headers[MIN_VERSION].decode("latin-1") if MIN_VERSION in headers else None
         body = _Body(receive)
-        is_json = b"json" in headers.get(b"content-type", b"json")
-        if given is None and is_json:
-            given = _named_in(await body.read(), IN_BODY)
-        has_name = REQUEST_ID in headers or (is_json and _named_in(await body.read(), "request_id") is not None)
+        content = await body.read() if b"json" in headers.get(b"content-type", b"json") else b""
+        if given is None:
+            given = _named_in(content, IN_BODY)
+        has_name = REQUEST_ID in headers or _named_in(content, "request_id") is not None
         is_named = has_name or not _path(scope).startswith(ANSWERING)
         answer = self._app if is_named else partial(self._answer, engine)
         if given is None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -86,13 +85,13 @@ def test_a_run_over_the_store(case, run, tmp_path):
     published = {e["version"] for e in events if e["event"] == "publish"}
     published_by = {e["worker"] for e in events if e["event"] == "publish"}
     assert len(published) >= versions
-    fetched, read = {}, Counter()
+    fetched = {}
     for event in events:
         if event["event"] == "fetch":
-            fetched.setdefault(event["worker"], set()).add(event["version"])
             assert sum(event["sources"].values()) == event["bytes"]
-            read[event["worker"]] += event["bytes"]  # of a version that is as the one before: none
-    assert len(fetched) == 2 and all(read[worker] for worker in fetched)  # replicas
+            assert event["bytes"] > 0 or event["worker"] in fetched  # of what it has already, nothing is read
+            fetched.setdefault(event["worker"], set()).add(event["version"])
+    assert len(fetched) == 2  # replicas
     for worker, got in fetched.items():
         if store == "dropin":
             assert got == published, worker  # verl's manager moves every version to everybody

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from tensorhub_plugins.core.deltas.pace import TRIED_AGAIN_AFTER, TRIED_AGAIN_AFTER_MAX, Pace
+import pytest
+
+from tensorhub_plugins.core.deltas.pace import CLEARLY, TRIED_AGAIN_AFTER, TRIED_AGAIN_AFTER_MAX, Pace
 
 
-def test_where_deltas_were_faster_they_are_always_taken():
+@pytest.mark.parametrize("whole_s", [10.0, CLEARLY + 0.1])
+def test_where_deltas_were_clearly_faster_they_are_always_taken(whole_s):
     pace = Pace()
-    pace.read(1000, 0, 10.0)
+    pace.read(1000, 0, whole_s)
     for _ in range(100):
         assert pace.takes_deltas()
         pace.read(1000, 1000, 1.0)
@@ -64,11 +67,3 @@ def test_a_first_read_that_was_slow_for_once_is_measured_again():
         took.append(pace.takes_deltas())
         pace.read(1000, 1000 * took[-1], 2.0 if took[-1] else 1.0)
     assert took == [True, False, True, *5 * [False]]
-
-
-def test_what_is_clearly_faster_needs_no_second_measurement():
-    pace = Pace()
-    pace.read(1000, 0, 9.0)
-    for _ in range(8):
-        assert pace.takes_deltas()
-        pace.read(1000, 1000, 2.0)
