@@ -95,6 +95,8 @@ def test_a_hub_whose_figures_get_no_thread_runs_without_them(monkeypatch, capsys
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(exposition, "threading", SimpleNamespace(Thread=refused))
+    served = exposition.served  # at a free port: the one after the hub's may be another process's
+    monkeypatch.setattr(exposition, "served", lambda server, host, port: served(server, host, 0))
     with start_server() as hub:
         with cli._metrics(hub, Namespace(metrics_host="127.0.0.1", metrics_port=None)):
             assert "metrics cannot be served" in (said := capsys.readouterr().err) and "refuses threads" in said

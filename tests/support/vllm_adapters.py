@@ -133,8 +133,11 @@ def swapped(folder: Path, name: str) -> dict[str, Any]:
             found[f"update {version}"] = bool(result["installed"] and worker.has(tensors))
         found["control"] = not worker.has(trained.step(9))
         found["its name in the journal"] = f"engine.{name}/0" in told and "engine/0" not in told
-        served = {key.version for key in worker.updater._client.serving()}
-        found["serves it, and the one before no longer"] = served == {4}
+        while worker.updater.poll()["serving"]:  # in the background, after the install
+            time.sleep(0.01)
+        found["serves it, and the one before no longer"] = [
+            key.version for key in worker.updater._client.serving()
+        ] == [4]
         found["bytes"] = result["report"]["size_bytes"]
         worker.updater._manager.remove_adapter(worker.updater.request.lora_int_id)
         found["gone"] = not worker.has(tensors)
