@@ -8,12 +8,18 @@ import inspect
 import os
 import signal
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
 from running import Budget, SlowTests
 
 COROUTINE_S_MAX = 60.0  # of a test
+HERE = Path(__file__).resolve().parent
+
+# Processes that tests start find what the tests find, whatever was collected before them.
+_given = os.environ.get("PYTHONPATH")
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE / "support"), *([_given] if _given else [])])
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")

@@ -90,10 +90,8 @@ def hub() -> Iterator[Server]:
 
 @pytest.fixture
 def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What Ray's processes of this test record; they find the modules that tests share."""
-    tests = Path(__file__).parents[1]
+    """What Ray's processes of this test record."""
     monkeypatch.setenv("TENSORHUB_EVENTS", str(tmp_path / "events"))
-    monkeypatch.setenv("PYTHONPATH", f"{tests.parent}:{tests / 'support'}")
     return tmp_path / "events"
 
 

@@ -523,13 +523,8 @@ def seen(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 def environment() -> dict[str, str]:
-    given = [
-        str(ROOT),
-        str(ROOT / "tests" / "adapters"),
-        str(ROOT / "tests" / "support"),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(given), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT / "tests" / "adapters"), os.environ["PYTHONPATH"]])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.long

@@ -78,8 +78,7 @@ class Run:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'support'}:{os.environ.get('PYTHONPATH', '')}")
+def run() -> Iterator[Run]:
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         yield Run()
@@ -118,7 +117,6 @@ REPLICA = {
 def test_a_joiners_gpus_are_held_by_what_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """verl's replica asks its workers where they are, hands them to its server, and ends them by name."""
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'support'}:{os.environ.get('PYTHONPATH', '')}")
     ray.init(num_cpus=8, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         group = room.reserve("rollout_pool_3verl_group_2:0", [{"CPU": 2, "GPU": 1}] * 2, strategy="STRICT_PACK")

@@ -48,11 +48,7 @@ def device(request):
 
 
 def run(device: str, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PROTECTED_DEVICE": device,
-        "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1]), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = {**os.environ, "PROTECTED_DEVICE": device}
     return subprocess.run(
         [sys.executable, *command], env=environment, cwd=SUPPORT.parents[1], capture_output=True, text=True,
         timeout=CHILD_S,

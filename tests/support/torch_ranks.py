@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -17,8 +16,7 @@ WAIT_S = 5
 
 def started(file: str, count: int, *arguments: object) -> AbstractContextManager[list[subprocess.Popen[str]]]:
     """Run `python file RANK arguments...` for each rank; the test writes to the ranks' stdin."""
-    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH")]))
-    return recipes.ranks.started([file], count, *arguments, environment={"PYTHONPATH": path})
+    return recipes.ranks.started([file], count, *arguments, environment={})
 
 
 def await_version(reader: Client, version: int, ranks: Sequence[subprocess.Popen[str]], timeout_s: int) -> int:

@@ -214,10 +214,6 @@ def _context() -> Any:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    here = Path(__file__).resolve().parent
-    wanted = [str(here.parents[1]), str(here)]
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join([*wanted, *(p for p in given if p and p not in wanted)])
     context.set_forkserver_preload(["vllm_preload"])
     return context
 
