@@ -7,9 +7,9 @@ where elements differ, and by how much as integers: the raw bits, new - old modu
     span      mode (one byte); UNCHANGED: nothing more; VERBATIM: the new bytes; else positions, steps, large steps
     positions GAPS: before each changed element, how many did not change, in bytes of which 255 adds 255 and goes on.
               BITMAP, where much has changed: a bit for each element, the lowest of a byte first
-    steps     a byte for each changed element; 255: it is in the large steps
-    large     the steps from 255 on, as many planes as an element has bytes, the lowest byte of each first
-    stream    each of these: the size as a varint of size * 2 + 1 if deflated (Huffman codes only), else size * 2; bytes
+    steps     four bits for each changed element, the lower ones of a byte first; 15: it is in the large steps
+    large     the steps from 15 on, as many planes as an element has bytes, the lowest byte of each first
+    stream    each of these: the size as a varint of size * 2 + 1 if deflated, else size * 2; bytes
 
 The hot loops have two forms, numpy here and C in native.py, which make and take the same bytes. What is decoded may be
 anything: nothing is allocated or written beyond the size of the segment, and what cannot be is a ValueError. Then the
@@ -18,12 +18,18 @@ target is mixed; and whether the base was the right one, only the digest of the 
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+fast_zlib: Any = zlib
+with contextlib.suppress(ImportError):  # the same format, several times faster; some platforms have no wheels of it
+    fast_zlib = import_module("isal.isal_zlib")
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 Elements: TypeAlias = "npt.NDArray[Any]"
@@ -33,9 +39,11 @@ BITMAP_FROM = 0.2  # share of changed elements from which a bit for each is smal
 UNCHANGED, GAPS, BITMAP, VERBATIM = range(4)
 SIZES = (8, 4, 2, 1)  # of elements, in bytes
 UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
-SMALL = 255  # steps below it take one byte
+SMALL = 15  # steps below it take four bits
+GAP_MAX = 255
 SAMPLES, SAMPLE = 16, 256  # pieces that are looked at first, and the elements of each
 DEFLATE_FROM = 64  # bytes: less is not made smaller by codes of its own
+FAST_FROM = 1 << 14  # bytes: less takes little time anyway, and is smaller without references
 SPANS_MAX = 64  # more, of thousands of tiny tensors of several kinds, take longer than they save: then all are bytes
 BLOCK = 1 << 16  # elements that numpy compares at a time: they stay in the cache
 
@@ -52,7 +60,7 @@ class Streams(NamedTuple):
     """What differs between two arrays of elements."""
 
     positions: Bytes
-    steps: Bytes
+    steps: Bytes  # two in each
     large: Elements
 
 
@@ -134,9 +142,8 @@ def _encode_span(old: Elements, new: Elements, *, bitmap: bool, kernel: Kernel) 
     if not steps.size:
         yield bytes([UNCHANGED])
         return
-    streams = [_packed(positions), _packed(steps)]
-    planes = large.view(np.uint8).reshape(-1, new.dtype.itemsize).T
-    streams += [_packed(np.ascontiguousarray(plane)) for plane in planes]
+    streams = [_packed(positions), _packed(steps, codes_only=True)]
+    streams += [_packed(plane) for plane in _planes(large)]
     if sum(map(len, streams)) >= new.nbytes:
         yield bytes([VERBATIM]) + new.tobytes()
         return
@@ -156,11 +163,11 @@ def _apply_span(target: Bytes, mode: int, rest: memoryview, size: int, kernel: K
         raise ValueError(f"there is no mode {mode}")
     elements = target.view(UNSIGNED[size])
     count = elements.size
-    positions, rest = _unpacked(rest, -(-count // 8) if mode == BITMAP else count + count // SMALL + 1)
-    steps, rest = _unpacked(rest, count)
+    positions, rest = _unpacked(rest, -(-count // 8) if mode == BITMAP else count + count // GAP_MAX + 1)
+    steps, rest = _unpacked(rest, -(-count // 2))
     planes = []
     for _ in range(size):
-        plane, rest = _unpacked(rest, steps.size)
+        plane, rest = _unpacked(rest, 2 * steps.size)
         planes.append(plane)
     if len({plane.size for plane in planes}) != 1:
         raise ValueError("planes of unequal sizes")
@@ -180,11 +187,15 @@ def _estimate(old: Elements, new: Elements) -> tuple[float, float]:
     share = steps.size / max(1, old.size)
     if not steps.size:
         return 0.0, 1.0
-    small = np.minimum(steps, SMALL).astype(np.uint8)
-    bits = steps.size * _entropy(np.bincount(small, minlength=SMALL + 1))
-    bits += 8 * old.dtype.itemsize * int(np.count_nonzero(small == SMALL))
+    large = steps[steps >= SMALL]
+    bits = steps.size * _entropy(np.bincount(np.minimum(steps, SMALL).astype(np.uint8)))
+    bits += large.size * sum(_entropy(np.bincount(plane)) for plane in _planes(large))
     bits += old.size * _entropy(np.array([steps.size, old.size - steps.size]))
     return share, bits / 8 * count / old.size
+
+
+def _planes(large: Elements) -> Bytes:
+    return np.ascontiguousarray(large.view(np.uint8).reshape(-1, large.dtype.itemsize).T)
 
 
 def _entropy(counts: npt.NDArray[Any]) -> float:
@@ -195,10 +206,14 @@ def _entropy(counts: npt.NDArray[Any]) -> float:
 # --- streams of bytes ---
 
 
-def _packed(stream: Bytes) -> bytes:
+def _packed(stream: Bytes, *, codes_only: bool = False) -> bytes:
+    """codes_only: it has few values, so that references to what was there before take more than codes of values."""
     if stream.size >= DEFLATE_FROM:
-        deflate = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
-        made = deflate.compress(stream.data) + deflate.flush()
+        if fast_zlib is zlib or codes_only or stream.size < FAST_FROM:
+            deflate: Any = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
+        else:
+            deflate = fast_zlib.compressobj(1, zlib.DEFLATED, -15)
+        made: bytes = deflate.compress(stream.data) + deflate.flush()
         if len(made) < stream.size:
             return _varint(len(made) * 2 + 1) + made
     return _varint(stream.size * 2) + stream.tobytes()
@@ -215,10 +230,10 @@ def _unpacked(rest: memoryview, size_max: int) -> tuple[Bytes, memoryview]:
         if length > size_max:
             raise ValueError("a stream is too long")
         return np.frombuffer(body, np.uint8), rest
-    inflate = zlib.decompressobj(-15)
+    inflate = fast_zlib.decompressobj(-15)
     try:
         made = inflate.decompress(body, size_max + 1)
-    except zlib.error as error:
+    except fast_zlib.error as error:
         raise ValueError(str(error)) from error
     if len(made) > size_max or not inflate.eof or inflate.unused_data:
         raise ValueError("a stream is too long, or cut off")
@@ -258,13 +273,19 @@ class NumpyKernel:
             at = _differing(old, new)
             positions = _gaps(at)
         steps = _zigzag(new[at] - old[at])
-        return Streams(positions, np.minimum(steps, SMALL).astype(np.uint8), steps[steps >= SMALL])
+        small = np.zeros(steps.size + steps.size % 2, np.uint8)
+        small[: steps.size] = np.minimum(steps, SMALL)
+        return Streams(positions, small[::2] | small[1::2] * np.uint8(16), steps[steps >= SMALL])
 
     def apply(self, target: Elements, streams: Streams, *, bitmap: bool) -> None:
-        positions, small, large = streams
+        positions, pairs, large = streams
         at = _set_bits(positions, target.size) if bitmap else _after_gaps(positions, target.size)
-        if at.size != small.size or int(np.count_nonzero(small == SMALL)) != large.size:
+        both = np.stack([pairs & SMALL, pairs >> 4], axis=1).reshape(-1)
+        small = both[: at.size]
+        if both.size != at.size + at.size % 2 or both[at.size :].any():
             raise ValueError("positions and steps differ in number")
+        if int(np.count_nonzero(small == SMALL)) != large.size:
+            raise ValueError("steps and large steps differ in number")
         steps = small.astype(target.dtype)
         steps[small == SMALL] = large
         target[at] += _unzigzag(steps)
@@ -293,18 +314,18 @@ def _unzigzag(steps: Elements) -> Elements:
 
 def _gaps(at: npt.NDArray[np.int64]) -> Bytes:
     gaps = np.diff(at, prepend=-1) - 1
-    if not gaps.size or gaps.max() < SMALL:
+    if not gaps.size or gaps.max() < GAP_MAX:
         return gaps.astype(np.uint8)
-    ends = np.cumsum(gaps // SMALL + 1)
-    made = np.full(int(ends[-1]), SMALL, np.uint8)
-    made[ends - 1] = gaps % SMALL
+    ends = np.cumsum(gaps // GAP_MAX + 1)
+    made = np.full(int(ends[-1]), GAP_MAX, np.uint8)
+    made[ends - 1] = gaps % GAP_MAX
     return made
 
 
 def _after_gaps(gaps: Bytes, count: int) -> npt.NDArray[np.int64]:
-    if gaps.size and gaps[-1] == SMALL:
+    if gaps.size and gaps[-1] == GAP_MAX:
         raise ValueError("a gap is cut off")
-    ends = np.flatnonzero(gaps != SMALL)
+    ends = np.flatnonzero(gaps != GAP_MAX)
     at = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(ends.size)
     if at.size and at[-1] >= count:
         raise ValueError("a position is outside")

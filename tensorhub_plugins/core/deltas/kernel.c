@@ -25,11 +25,12 @@ typedef uint64_t u64;
 #define KERNEL(T, S, COMPARE)                                                               \
     static inline T zigzag_##T(T step) { return (T)((T)(step << 1) ^ (T)((S)step >> (8 * sizeof(T) - 1))); } \
     static inline T unzigzag_##T(T z) { return (T)((z >> 1) ^ (T) - (T)(z & 1)); }          \
-    /* bitmap: gaps is ceil(n / 8) zeroed bytes; else n + n / 255 + 1. steps: n bytes; large: n elements. */ \
+    /* bitmap: gaps is ceil(n / 8) bytes; else n + n / 255 + 1. steps: n / 2 + 1 bytes; large: n elements. */ \
     void difference_##T(const T *a, const T *b, long n, int bitmap, u8 *gaps, u8 *steps, T *large, long *sizes) { \
         u8 *g = gaps, *s = steps;                                                           \
         T *x = large;                                                                       \
         long next = 0;                                                                      \
+        unsigned half = 0, is_second = 0;                                                   \
         for (long i = 0; i < n; i += 64) {                                                  \
             u64 mask = 0;                                                                   \
             if (i + 64 <= n) mask = COMPARE(a + i, b + i);                                  \
@@ -45,22 +46,28 @@ typedef uint64_t u64;
                     *g++ = (u8)gap;                                                         \
                 }                                                                           \
                 T z = zigzag_##T((T)(b[at] - a[at]));                                       \
-                if (z < 255) *s++ = (u8)z;                                                  \
-                else { *s++ = 255; *x++ = z; }                                              \
+                unsigned small = z < 15 ? (unsigned)z : 15;                                 \
+                if (small == 15) *x++ = z;                                                  \
+                half |= small << 4 * is_second;                                             \
+                *s = (u8)half;                                                              \
+                s += is_second;                                                             \
+                half &= is_second - 1;                                                      \
+                is_second ^= 1;                                                             \
             }                                                                               \
         }                                                                                   \
-        sizes[0] = g - gaps; sizes[1] = s - steps; sizes[2] = x - large;                    \
+        sizes[0] = g - gaps; sizes[1] = s - steps + is_second; sizes[2] = x - large;        \
     }                                                                                       \
     static inline int step_##T(T *c, u8 small, const T **x, const T *end) {                 \
         T z = small;                                                                        \
-        if (small == 255) { if (*x == end) return -1; z = *(*x)++; }                        \
+        if (small == 15) { if (*x == end) return -1; z = *(*x)++; }                         \
         *c = (T)(*c + unzigzag_##T(z));                                                     \
         return 0;                                                                           \
     }                                                                                       \
     /* 0, or -1 for streams that cannot be of n elements: then the target is mixed, and nothing beside it is. */ \
     int apply_##T(T *c, long n, int bitmap, const u8 *gaps, long gn, const u8 *steps, long sn, const T *large, long xn) { \
-        const u8 *g = gaps, *ge = gaps + gn, *s = steps, *se = steps + sn;                  \
+        const u8 *g = gaps, *ge = gaps + gn;                                                \
         const T *x = large, *xe = large + xn;                                               \
+        long k = 0;                                                                         \
         if (bitmap) {                                                                       \
             if (gn != (n + 7) / 8) return -1;                                               \
             for (long i = 0; i < gn; i++) {                                                 \
@@ -68,18 +75,20 @@ typedef uint64_t u64;
                 while (mask) {                                                              \
                     long at = 8 * i + __builtin_ctz(mask);                                  \
                     mask &= mask - 1;                                                       \
-                    if (at >= n || s == se || step_##T(c + at, *s++, &x, xe)) return -1;    \
+                    if (at >= n || k >= 2 * sn || step_##T(c + at, NIBBLE(steps, k), &x, xe)) return -1; \
+                    k++;                                                                    \
                 }                                                                           \
             }                                                                               \
-            return s == se && x == xe ? 0 : -1;                                             \
-        }                                                                                   \
-        for (long at = -1; s < se; s++) {                                                   \
+        } else for (long at = -1; g < ge; k++) {                                            \
             u8 gap;                                                                         \
             do { if (g == ge) return -1; gap = *g++; at += gap; } while (gap == 255);       \
-            if (++at >= n || step_##T(c + at, *s, &x, xe)) return -1;                       \
+            if (++at >= n || k >= 2 * sn || step_##T(c + at, NIBBLE(steps, k), &x, xe)) return -1; \
         }                                                                                   \
-        return g == ge && x == xe ? 0 : -1;                                                 \
+        return sn == (k + 1) / 2 && (k % 2 == 0 || NIBBLE(steps, k) == 0) && x == xe ? 0 : -1; \
     }
+
+/* A step takes four bits. */
+#define NIBBLE(steps, k) ((u8)((steps)[(k) / 2] >> 4 * ((k) % 2) & 15))
 
 typedef uint8_t __attribute__((may_alias)) b1;
 typedef uint16_t __attribute__((aligned(1), may_alias)) b2;

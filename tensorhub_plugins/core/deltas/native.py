@@ -40,7 +40,7 @@ class NativeKernel:
     def difference(self, old: Elements, new: Elements, *, bitmap: bool) -> Streams:
         count, size = old.size, old.dtype.itemsize
         positions = np.empty(-(-count // 8) if bitmap else count + count // 255 + 1, np.uint8)
-        steps, large, sizes = np.empty(count, np.uint8), np.empty(count, old.dtype), np.zeros(3, np.int64)
+        steps, large, sizes = np.empty(count // 2 + 1, np.uint8), np.empty(count, old.dtype), np.zeros(3, np.int64)
         function = getattr(self._library, f"difference_b{size}")  # by a key it is another one, and a cycle, each time
         function(*_addresses(old, new), _long(count), int(bitmap), *_addresses(positions, steps, large, sizes))
         taken = sizes.tolist()
