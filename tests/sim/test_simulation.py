@@ -201,7 +201,7 @@ LAST_SEEN = {
     "counts_spot_nodes": 33,
     "hears_zombies": 315,
     "reads_on_for_ever": 1,
-    "shows_what_is_superseded": 19,
+    "shows_what_is_superseded": 92,
 }
 
 

@@ -103,6 +103,7 @@ class Changes:
     def asked(self, rate: float) -> None:
         """Note at which rate a reader that takes deltas would be sent whole segments; 0: it does not know."""
         self._rate = rate
+        self.wanted()
 
     def make_ahead(self, version: int, layout: str, is_over: Callable[[], bool] = lambda: False) -> int:
         """Make the deltas from this version to the next one that is here, before its memory is used for another; return

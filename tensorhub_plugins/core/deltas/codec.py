@@ -207,7 +207,7 @@ def _entropy(counts: npt.NDArray[Any]) -> float:
 
 
 def _packed(stream: Bytes, *, codes_only: bool = False) -> bytes:
-    """codes_only: it has few values, so that references to what was there before take more than codes of values."""
+    """Return a stream as it is written. codes_only: it has few values; references to earlier bytes would be longer."""
     if stream.size >= DEFLATE_FROM:
         if fast_zlib is zlib or codes_only or stream.size < FAST_FROM:
             deflate: Any = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)

@@ -79,6 +79,20 @@ def test_on_the_same_host_whole_segments_are_faster(stage):
     assert follow(rollout, 2).report.delta_size_bytes == 0
 
 
+@pytest.mark.parametrize("takes", [True, False])
+def test_nothing_is_made_for_readers_that_take_whole_segments(stage, monkeypatch, takes):
+    trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
+    monkeypatch.setattr(Pace, "takes_deltas", lambda self: takes)
+    for version, tensors in enumerate(versions(4), 1):
+        trainer.publish(version, tensors)
+        if version == 2:  # at the first read nobody knew what is faster
+            assert trainer.changes.make_ahead(1, CHECKPOINT) > 0
+        if version == 4:
+            assert (trainer.changes.make_ahead(3, CHECKPOINT) > 0) == takes
+        follow(rollout, version)
+        trainer.changes._ahead = trainer.changes._ahead if version != 2 else 0
+
+
 def test_in_place_the_memory_itself_is_the_base(stage):
     trainer, rollout = stage.client("trainer", location=HERE), stage.client("rollout", location=THERE)
     v1, v2 = versions(2)

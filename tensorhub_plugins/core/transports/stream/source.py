@@ -356,8 +356,8 @@ class ReaderConnection:
         reason = self._backend.refusal(offer) if addresses is None else None
         if reason is not None:
             raise NotServable(reason)
-        if request.deltas and offer.deltas is not None and self._backend.sends_deltas:
-            offer.deltas.wanted()
+        if request.deltas and not self._rate and offer.deltas is not None and self._backend.sends_deltas:
+            offer.deltas.wanted()  # it does not know yet what is faster
         self._reader = offer.attach(self._channel.cut)
         self._offer, self._channel.has_offer = offer, True
         if addresses is not None and offer.slab is not slab:  # it moved before this reader was registered
