@@ -3,14 +3,17 @@
 verl ends its actors by having Ray kill them, and with them Python's resource tracker, which would have unlinked vLLM's
 message queues (psm_*, some 250 MB each) and multiprocessing's semaphores (sem.mp-*). Every run leaves some, also
 without us; a full /dev/shm is what comes of it. Waits until the run's processes, known by RUN in their environment,
-have ended, ends those that still hold some, and removes what this user made since then and no process has mapped.
+have ended, ends those that still hold some, and removes what this user made since then and no process has mapped or
+open, in other containers as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -20,6 +23,7 @@ SHARED = Path("/dev/shm")
 NAMES = ("psm_*", "sem.mp-*")
 WAIT_S = 30.0  # Ray's own processes end some seconds after their driver
 KILL_S = 30.0  # until the kernel has ended a process on a busy machine
+CLOSE_S = 2.0  # it frees what a process has mapped first, then closes its files
 
 
 def sweep(run: str, since: float, shared: Path = SHARED) -> list[Path]:
@@ -56,12 +60,34 @@ def _kill(members: list[Path]) -> None:
 
 
 def _remove(files: list[Path]) -> list[Path]:
-    """Remove those that no process has mapped."""
+    """Remove those that no process has mapped or open."""
     mapped = set(_mapped(files, processes()))
-    removed = [file for file in files if file not in mapped]
+    left, deadline = [file for file in files if file not in mapped], time.monotonic() + CLOSE_S
+    while (is_open := list(map(_is_open, left))) and any(is_open) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    removed = [file for file, keeps in zip(left, is_open, strict=True) if not keeps]
     for file in removed:
-        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another user's
+            file.unlink()
     return removed
+
+
+def _is_open(file: Path) -> bool:
+    """Return whether a process has it open or mapped, by asking for a lease: what is about to map it, or is not to be
+    seen from this container, has nothing in /proc/PID/maps here. False where there are no leases."""
+    descriptor = -1
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # of who opens it just now; by default that is ignored
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:
+        return False
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)  # and with it the lease
+    return False
 
 
 def _mapped(files: list[Path], members: Iterable[Path]) -> list[Path]:
@@ -74,7 +100,7 @@ def _mapped(files: list[Path], members: Iterable[Path]) -> list[Path]:
 def _place(file: Path) -> str:
     """Return how /proc/PID/maps names the file's place; "": it is gone."""
     try:
-        status = file.stat()
+        status = file.lstat()
     except FileNotFoundError:
         return ""
     return f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino} "
@@ -87,10 +113,10 @@ def _group_of(process: Path) -> int:
 
 def _made_since(file: Path, since: float) -> bool:
     try:
-        status = file.stat()
+        status = file.lstat()  # anybody may put a link there
     except FileNotFoundError:
         return False
-    return status.st_uid == os.getuid() and status.st_mtime >= since
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and status.st_mtime >= since
 
 
 def _is_of(process: Path, run: str) -> bool:
@@ -99,10 +125,10 @@ def _is_of(process: Path, run: str) -> bool:
 
 def ancestors() -> set[Path]:
     """Return this process and its ancestors."""
-    found, pid = set(), os.getpid()
-    while pid > 0:
+    found, pid = set(), str(os.getpid())
+    while pid != "0":
         found.add(Path(f"/proc/{pid}"))
-        pid = int(read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
+        _, pid, *_ = read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split() or ["", "0"]  # it may have ended
     return found
 
 
@@ -112,7 +138,7 @@ def processes() -> Iterator[Path]:
 
 def read(file: Path) -> str:
     try:
-        return file.read_bytes().decode(errors="replace")
+        return os.fsdecode(file.read_bytes())  # as the names of files in sys.argv
     except OSError:  # ended meanwhile, or another user's
         return ""
 

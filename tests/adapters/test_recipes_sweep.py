@@ -43,6 +43,43 @@ def test_a_semaphore_that_its_maker_alone_has_is_in_use() -> None:
     assert sweep._remove([copy]) == [copy] and not copy.exists()
 
 
+def test_what_is_open_and_not_mapped_yet_or_mapped_where_it_is_not_seen_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of an engine that starts just now, or of another container that shares the memory of this one."""
+    monkeypatch.setattr(sweep, "CLOSE_S", 0.0)
+    left, mapped = (sweep.SHARED / f"psm_{what}_{os.getpid()}" for what in ("left", "mapped"))  # with leases
+    for file in (left, mapped):
+        file.write_bytes(bytes(mmap.PAGESIZE))
+    with left.open("rb"):
+        assert sweep._remove([left]) == []
+    with mapped.open("r+b") as opened:
+        memory = mmap.mmap(opened.fileno(), 0)
+    monkeypatch.setattr(sweep, "processes", lambda: iter(()))
+    assert sweep._remove([mapped]) == []
+    memory.close()
+    assert sweep._remove([left, mapped]) == [left, mapped] and not left.exists() and not mapped.exists()  # the control
+
+
+def test_what_is_no_file_of_ours_stays(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Everybody may put links and folders there."""
+    own = tmp_path_factory.mktemp("own") / "notes"
+    own.write_bytes(b"")
+    (shared / "psm_link").symlink_to(own)
+    (shared / "psm_nowhere").symlink_to("nowhere")
+    (shared / "psm_folder").mkdir()
+    removed = sweep.sweep(str(shared / "run"), time.time() - 60, shared)
+    assert {file.name for file in removed} == {"psm_left", "psm_mapped", "sem.mp-left"}
+    assert {file.name for file in shared.glob("psm_*")} == {"psm_link", "psm_nowhere", "psm_folder", "psm_old"}
+
+
+def test_a_run_of_any_name_is_found() -> None:
+    run = os.fsdecode(b"/tmp/l\xe4uft\n")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**os.environ, "RUN": run}) as process:
+        assert sweep._is_of(Path(f"/proc/{process.pid}"), run)
+        assert not sweep._is_of(Path(f"/proc/{process.pid}"), f"{run}2")  # the control
+
+
 def test_who_is_killed_leaves_nothing_of_its_own(tmp_path: Path) -> None:
     for name in ("psm_mine", "psm_both", "psm_other"):
         (tmp_path / name).write_bytes(bytes(mmap.PAGESIZE))
