@@ -24,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO, get_args
 
-from tensorhub_plugins.core import log, resources, run_log
+from tensorhub_plugins.core import files, log, resources, run_log
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
@@ -469,25 +469,27 @@ def _listens_at(port: int, keys: Keys | None, *, insecure: bool) -> str:
     return of_all_interfaces(port) if everywhere else format_address("tcp", "127.0.0.1", port)
 
 
-def write_timeline(files: list[Path], out: Path) -> str:
+def write_timeline(journals: list[Path], out: Path) -> str:
     """Write a page and a trace of these journals; return what each version waited for, as text for users."""
     found = [
-        each for file in files for each in (sorted(filter(Path.is_file, file.iterdir())) if file.is_dir() else [file])
+        each
+        for file in journals
+        for each in (sorted(filter(Path.is_file, file.iterdir())) if file.is_dir() else [file])
     ]
     events, left_out = timeline.newest(event for file in found for event in _events_of(file))
     out = out / "timeline" if out.is_dir() else out
     name = str(out.with_suffix("") if out.suffix in (".html", ".json") else out)
     paths = critical_path.paths(events)
     template = Path(timeline.__file__).with_suffix(".html").read_text()
-    Path(f"{name}.html").write_text(timeline.page(template, events, paths))
-    Path(f"{name}.json").write_text(json.dumps(timeline.trace(events)))
+    files.write_text(Path(f"{name}.html"), timeline.page(template, events, paths))
+    files.write_text(Path(f"{name}.json"), json.dumps(timeline.trace(events)))
     earlier = f", without {left_out} earlier ones" if left_out else ""
     files_text = f"{name}.html: {len(events)} events{earlier}; {name}.json: the same for https://ui.perfetto.dev"
     return f"{critical_path.text(paths)}\n{files_text}"
 
 
 def _events_of(file: Path) -> Iterator[timeline.Event]:
-    with open(file, "rb") as lines:
+    with files.opened(file) as lines:
         yield from timeline.parse(iter(lambda: lines.readline(timeline.LINE_BYTES_MAX), b""), str(file))
 
 
@@ -503,9 +505,7 @@ def check_machine(options: argparse.Namespace) -> int:
         return 0
     names = _adapter("vllm.names", "this package is not whole")
     checks = [machine.software(names.VERSIONS, names.installed_version()), machine.limits(), machine.devices()]
-    checks.append(machine.network(options.hub, partial(_keys, options), options.timeout))
-    if options.peer is not None:
-        checks.append(machine.reached(options.peer, options.hub, options.timeout))
+    checks.append(machine.asked(options.hub, partial(_keys, options), options.peer, options.timeout))
     return machine.show(chain.from_iterable(checks), say)
 
 

@@ -58,6 +58,7 @@ from tensorhub_plugins.core import log
 VARIABLE = "TENSORHUB_EVENTS"
 SPANS = ("publish", "fetch", "install", "resume")  # events that are spans where a program has OpenTelemetry
 NANOSECONDS = 10**9
+FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe is not waited for
 SIZE_MAX = 256 << 20  # bytes of a process's file, some million events; there are two
 
 _log = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ def _write(folder: str, data: bytes) -> None:
                 if last[1] == folder and os.path.exists(f"{name}.jsonl"):
                     os.replace(f"{name}.jsonl", f"{name}.old.jsonl")
             os.makedirs(folder, exist_ok=True)
-            opened = os.open(f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            opened = os.open(f"{name}.jsonl", FLAGS, 0o644)
             _file, _room = (pid, folder, opened), SIZE_MAX - os.fstat(opened).st_size - len(data)
         # One write per line: a process that is killed leaves whole lines behind.
         written = os.write(_file[2], data)

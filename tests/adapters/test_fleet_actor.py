@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
@@ -447,6 +448,17 @@ def test_a_notice_may_say_how_long_there_is(tmp_path: Path, text: str, seconds: 
     assert preemption.notice(tmp_path / "notice") is None
     (tmp_path / "notice").write_text(text)
     assert preemption.notice(tmp_path / "notice") == seconds
+
+
+@pytest.mark.parametrize("kind", ["pipe", "binary", "folder"])
+def test_a_notice_that_cannot_be_read_is_one_without_a_time(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "notice"
+    make = {"pipe": lambda: os.mkfifo(path), "binary": lambda: path.write_bytes(b"\xff\xfe"), "folder": path.mkdir}
+    make[kind]()
+    assert preemption.notice(path) == preemption.NOTICE_S
+    assert preemption.notice(path.parent / "other") is None  # the control
+    (path.parent / "file").touch()
+    assert preemption.notice(path.parent / "file" / "notice") is None
 
 
 async def test_a_notice_is_told_once_for_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

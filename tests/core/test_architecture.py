@@ -19,7 +19,7 @@ LAYERS = [
     {"log"},
     {"libcuda", "capturing", "digests", "kernels"},
     {"drivers", "deltas"},
-    {"types", "run_log", "progress", "deadline", "process", "device", "machine", "work"},
+    {"types", "run_log", "progress", "deadline", "process", "device", "machine", "work", "files"},
     {"options", "resources"},
     {"manifest"},
     {"protocol", "memory"},
@@ -74,7 +74,7 @@ NEVER = [
 LAZY = {("core.cli", "verl.doctor"), ("core.cli", "openrlhf.doctor")}  # by name, when a command asks for them
 
 # What adapters may know of core, besides the names that its package offers.
-FOR_ADAPTERS = {"options", "run_log", "log", "progress", "work"}
+FOR_ADAPTERS = {"files", "options", "run_log", "log", "progress", "work"}
 
 Rule = Callable[[Iterable[Import]], list[str]]
 

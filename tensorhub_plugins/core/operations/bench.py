@@ -151,6 +151,8 @@ def measure(host: str, keys: Keys | None, *, rounds: int = 5, timeout_s: float =
         client,
         about,
     ):
+        models = fetch_status(address, timeout_s=min(CONNECT_S, deadline.remaining()), keys=keys)["models"]
+        workers = [each for model in models for each in model["workers"]]
         stream = _Stream(name, about)
         first_s = stream.read(1, deadline)
         count = max(1, min(stream.blocks, int(share * deadline.remaining() / (2 * rounds) / first_s)))
@@ -169,7 +171,6 @@ def measure(host: str, keys: Keys | None, *, rounds: int = 5, timeout_s: float =
             if number >= 0:
                 bare_s, store_s = [*bare_s, bare], [*store_s, time.monotonic() - began]
         slower = client._hub.unreached.slower()
-        workers = [each for model in fetch_status(address, keys=keys)["models"] for each in model["workers"]]
     there: dict[str, str] = next((each["endpoints"] for each in workers if each["worker"] == f"{SERVED}/0"), {})
     taken = dict(reports[-1].transports)
     return Result(count * BLOCK_BYTES, bare_s, store_s, taken, _not_taken(taken, there, slower), notes)

@@ -31,7 +31,7 @@ from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.operations.status import fetch_status
 from tensorhub_plugins.core.process import limits_of, raise_files_max
 from tensorhub_plugins.core.protocol import advertised
-from tensorhub_plugins.core.protocol.address import connected, host_and_port, parse_address, resolve
+from tensorhub_plugins.core.protocol.address import CONNECT_S_MIN, connected, host_and_port, parse_address, resolve
 from tensorhub_plugins.core.protocol.advertised import Advertised
 from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security.keys import Keys
@@ -42,6 +42,7 @@ GB = 1e9
 FILES_FEW, THREADS_FEW, SHM_FEW_BYTES, MEMORY_FEW_BYTES = 4096, 4096, 1 << 30, 1 << 30
 MESSAGE_BYTES_MAX = 4096
 CONNECT_S, ACCEPT_AGAIN_S = 5.0, 0.1
+ANSWERS_WITHIN = 0.8  # of what is left to the host that asks, whose packets may be dropped: that is an answer, too
 PORT, BENCH_PORT = 7075, 7076  # of --listen, and of `tensorhub bench --serve`
 # Another process: what a peer that shares memory would read.
 OF_A_CHILD = (
@@ -199,6 +200,14 @@ def devices() -> Iterator[Check]:
 # --- network ---
 
 
+def asked(hub: str | None, read_keys: Callable[[], Keys | None], peer: str | None, timeout_s: float) -> Iterator[Check]:
+    """Yield what `network` and `reached` find, within one time for both."""
+    deadline = Deadline.after(timeout_s)
+    yield from network(hub, read_keys, timeout_s if peer is None else timeout_s / 2)
+    if peer is not None:
+        yield from reached(peer, hub, deadline.remaining())
+
+
 def network(hub: str | None, read_keys: Callable[[], Keys | None], timeout_s: float) -> Iterator[Check]:
     """Yield the addresses and ports that would be advertised, and whether the hub admits this key."""
     deadline = Deadline.after(timeout_s)
@@ -261,10 +270,11 @@ def reached(peer: str, hub: str | None, timeout_s: float) -> Iterator[Check]:
     try:
         with server, connected(host, port, Deadline.after(min(CONNECT_S, deadline.remaining()))) as link:
             threading.Thread(target=_answer_all, args=(server, token), daemon=True).start()
-            link.settimeout(max(0.1, deadline.remaining()))
-            asked = {"hosts": here.host.split(","), "port": server.getsockname()[1], "token": token}
+            link.settimeout(CONNECT_S)
+            within_s, its_port = ANSWERS_WITHIN * deadline.remaining(), server.getsockname()[1]
+            asked = {"hosts": here.host.split(","), "port": its_port, "token": token, "within_s": within_s}
             link.sendall(json.dumps(asked).encode() + b"\n")
-            answers = json.loads(line_of(link))
+            answers = json.loads(line_of(link, deadline))
     except (OSError, ValueError, AttributeError, OverflowError) as error:
         why = "another program answers" if isinstance(error, (ValueError, AttributeError)) else error
         yield Check(
@@ -316,13 +326,17 @@ def answer_peers(server: socket.socket, answer: Callable[[socket.socket, str, An
             continue
         with suppress(OSError, ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError), link:
             link.settimeout(timeout_s)
-            answer(link, str(peer[0]), json.loads(line_of(link)))
+            answer(link, str(peer[0]), json.loads(line_of(link, Deadline.after(timeout_s))))
 
 
-def line_of(link: socket.socket) -> bytes:
-    """Return what comes before the end of a line, of bounded length."""
+def line_of(link: socket.socket, deadline: Deadline) -> bytes:
+    """Return what comes before the end of a line, of bounded length. Raise OSError, at the deadline TimeoutError: also
+    for a peer that sends a byte now and then."""
     got = b""
     while b"\n" not in got and len(got) < MESSAGE_BYTES_MAX:
+        if deadline.expired:
+            raise TimeoutError("timed out")
+        link.settimeout(max(CONNECT_S_MIN, deadline.remaining()))
         if not (more := link.recv(MESSAGE_BYTES_MAX)):
             break
         got += more
@@ -335,7 +349,9 @@ def listen(port: int, say: Callable[[str], None]) -> None:
 
     def answer(link: socket.socket, peer: str, asked: Any) -> None:
         hosts = [str(each) for each in asked["hosts"][:HOSTS_MAX]]
-        answers = _tried_all(hosts, int(asked["port"]), str(asked["token"]))
+        within_s = min(CONNECT_S, float(asked.get("within_s", CONNECT_S)))
+        answers = _tried_all(hosts, int(asked["port"]), str(asked["token"]), within_s)
+        link.settimeout(CONNECT_S)
         link.sendall(json.dumps(answers).encode() + b"\n")
         say(f"{peer} asked: " + ", ".join(f"{printable(host)} {said}" for host, said in answers.items()))
 
@@ -345,17 +361,21 @@ def listen(port: int, say: Callable[[str], None]) -> None:
         answer_peers(server, answer, timeout_s=CONNECT_S)
 
 
-def _tried_all(hosts: Iterable[str], port: int, token: str) -> dict[str, str]:
+def _tried_all(hosts: Iterable[str], port: int, token: str, within_s: float) -> dict[str, str]:
     """Try them all at once, as the peer waits no longer than for one."""
-    trying = {host: aside(partial(_tried, host, port, token)) for host in hosts}
+    trying = {host: aside(partial(_tried, host, port, token, within_s)) for host in hosts}
     return {host: each.result() for host, each in trying.items()}
 
 
-def _tried(host: str, port: int, token: str) -> str:
+def _tried(host: str, port: int, token: str, within_s: float) -> str:
     try:
-        with connected(host, port, Deadline.after(CONNECT_S)) as link:
-            link.settimeout(CONNECT_S)
-            return "ok" if secrets.compare_digest(line_of(link), token.encode()) else "another program answers there"
+        deadline = Deadline.after(within_s)
+        with connected(host, port, deadline) as link:
+            return (
+                "ok"
+                if secrets.compare_digest(line_of(link, deadline), token.encode())
+                else "another program answers there"
+            )
     except (OSError, OverflowError, UnicodeError) as error:
         return f"{format_address('tcp', host, port)}: {error}"
 

@@ -6,12 +6,15 @@ import logging
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
+from tensorhub_plugins.core import files
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.security.keys import KEY_SIZE_BYTES, TEXT_LENGTH_MAX, Keys
 
 FILE_VARIABLE = "TENSORHUB_SECRET_FILE"
 SECRET_VARIABLE = "TENSORHUB_SECRET"
+SIZE_BYTES_MAX = 4 * TEXT_LENGTH_MAX + 2  # of characters of four bytes, and the end of a line
 
 log = logging.getLogger("tensorhub.client")
 
@@ -41,14 +44,18 @@ def read(path: Path, *, where: str = "") -> Keys:
     """Return the secret, or a role's key, in a file. Raise UsageError; where: the user's name for it."""
     where = where or str(path)
     try:
-        with path.expanduser().open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            content = file.read(TEXT_LENGTH_MAX + 3)
+        with files.opened(path, SIZE_BYTES_MAX) as file:
+            warn_if_shared(file, where)
+            content = file.read(SIZE_BYTES_MAX)
     except OSError as error:
         raise UsageError(f"{where} cannot be read: {error.strerror}") from error
-    if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
-        log.warning("%s can be read by other users of this host: chmod 600 it", where)
     return _parsed(content.decode(errors="replace"), where)
+
+
+def warn_if_shared(file: BinaryIO, what: str) -> None:
+    """Log that other users can read a secret's open file, where they can."""
+    if os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        log.warning("%s can be read by other users of this host: chmod 600 it", what)
 
 
 def write(path: Path, keys: Keys) -> None:

@@ -6,22 +6,22 @@ addresses in certificates are not checked, because workers come and go; leases l
 
 from __future__ import annotations
 
-import logging
 import os
 import ssl
-import stat
+from pathlib import Path
 
 import msgspec
 
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.files import opened
+from tensorhub_plugins.core.security.secret import warn_if_shared
 
 CERT_VARIABLE = "TENSORHUB_TLS_CERT"
 KEY_VARIABLE = "TENSORHUB_TLS_KEY"
 CA_VARIABLE = "TENSORHUB_TLS_CA"
 MODE_VARIABLE = "TENSORHUB_TLS"
 ROUNDS_MAX = 8  # of a handshake; TLS 1.3 takes three
-
-log = logging.getLogger("tensorhub.client")
+PEM_BYTES_MAX = 1 << 20  # four times what a system's bundle of all authorities has
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
@@ -69,6 +69,7 @@ def is_required_of(data_center: str) -> bool:
 
 def contexts(files: TlsFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Return the contexts to read with and to serve with. Raise UsageError that names the file that cannot be used."""
+    files = TlsFiles(*map(os.path.expanduser, (files.cert, files.key, files.ca)))
     for path in (files.cert, files.key, files.ca):
         _check_readable(path, is_secret=path == files.key)
     reads, serves = _context(files, server_side=False), _context(files, server_side=True)
@@ -82,12 +83,11 @@ def contexts(files: TlsFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 def _check_readable(path: str, *, is_secret: bool) -> None:
     try:
-        with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+        with opened(Path(path), PEM_BYTES_MAX) as file:
+            if is_secret:
+                warn_if_shared(file, f"the TLS key {path}")
     except OSError as error:
         raise UsageError(f"TLS cannot read {path}: {error.strerror}") from error
-    if is_secret and stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
-        log.warning("the TLS key %s can be read by other users of this host: chmod 600 it", path)
 
 
 def _context(files: TlsFiles, *, server_side: bool) -> ssl.SSLContext:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import ray
 
+from tensorhub_plugins.core import files
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.ray import fleet
 from tensorhub_plugins.vllm.ray.fleet_actor import sentence
@@ -58,13 +59,10 @@ async def _tell(worker: str, timeout_s: float) -> bool:
 def notice(path: Path) -> float | None:
     """Return how many seconds are left; None while there is no notice."""
     try:
-        text = path.read_text()
-    except FileNotFoundError:
+        with files.opened(path) as file:
+            seconds = float(file.read(64).split()[0])
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError:
-        text = ""
-    try:
-        seconds = float(text.split()[0])
-    except (IndexError, ValueError):
+    except (OSError, IndexError, ValueError):
         return NOTICE_S
     return max(0.0, seconds) if seconds <= DRAIN_TIMEOUT_MAX_S else NOTICE_S  # maybe an instant, or nan

@@ -47,5 +47,5 @@ def _of_ray() -> Keys | None:
     token = os.environ.get("RAY_AUTH_TOKEN")
     if not token:
         path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-        token = path.read_text() if path.is_file() else ""
+        token = path.read_text(errors="replace") if path.is_file() else ""
     return Keys.parse(token) if token.strip() else None

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tensorhub_plugins.core import start_server
+from tensorhub_plugins.core import Deadline, start_server
 from tensorhub_plugins.core.cli import main
 from tensorhub_plugins.core.operations import machine
 from tensorhub_plugins.core.operations.machine import Check, reached
@@ -138,8 +139,8 @@ def test_an_address_where_somebody_else_answers_is_not_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         answering = machine.threading.Thread(target=machine._answer_all, args=(other, "x" * 32), daemon=True)
         answering.start()
-        assert machine._tried("127.0.0.1", other.getsockname()[1], "x" * 32) == "ok"
-        assert "another program" in machine._tried("127.0.0.1", other.getsockname()[1], "y" * 32)
+        assert machine._tried("127.0.0.1", other.getsockname()[1], "x" * 32, SOON_S) == "ok"
+        assert "another program" in machine._tried("127.0.0.1", other.getsockname()[1], "y" * 32, SOON_S)
         other.shutdown(socket.SHUT_RDWR)
         answering.join()
 
@@ -148,12 +149,12 @@ def test_all_addresses_of_a_peer_are_tried_at_once(monkeypatch: pytest.MonkeyPat
     """One after the other would keep it for longer than it waits, and it would say that nobody listens here."""
     both = threading.Barrier(2)  # the control: the first one alone would wait, and break it
 
-    def tried(host: str, _port: int, _token: str) -> str:
+    def tried(host: str, *_: object) -> str:
         both.wait(SOON_S)
         return f"{host} answers"
 
     monkeypatch.setattr(machine, "_tried", tried)
-    assert machine._tried_all(["a", "b"], 1, "") == {"a": "a answers", "b": "b answers"}
+    assert machine._tried_all(["a", "b"], 1, "", SOON_S) == {"a": "a answers", "b": "b answers"}
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE], ids=errno.errorcode.get)
@@ -210,3 +211,32 @@ def test_a_peer_is_answered_though_there_was_no_file_left_for_one_before() -> No
     with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):
         machine.answer_peers(Server(), lambda *_: None, timeout_s=1.0)  # type: ignore[arg-type]
     assert not Server.outcomes
+
+
+def test_one_time_is_for_the_hub_and_for_a_peer() -> None:
+    """Neither answers: the hub's port accepts, and the peer sends a byte now and then."""
+    over = threading.Event()
+
+    def dribble(peer: socket.socket) -> None:
+        link, _ = peer.accept()
+        with link:
+            while not over.wait(0.02):
+                link.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as hub, socket.create_server(("127.0.0.1", 0)) as peer:
+        threading.Thread(target=dribble, args=(peer,), daemon=True).start()
+        began = time.monotonic()
+        names = [f"{where.getsockname()[0]}:{where.getsockname()[1]}" for where in (hub, peer)]
+        found = of(machine.asked(f"tcp://{names[0]}", lambda: None, names[1], 1.0))
+        took_s = time.monotonic() - began
+        over.set()
+    assert "no hub answers" in found["hub"].to_do and found["from"].found == "no answer: timed out"
+    assert took_s < 1.5  # the control: half a second for each is in there
+    assert took_s > 0.9
+
+
+def test_a_peer_that_asks_and_does_not_end_its_line_is_left_in_time() -> None:
+    one, other = socket.socketpair()
+    with one, other, pytest.raises(TimeoutError):
+        other.sendall(b" ")
+        machine.line_of(one, Deadline.after(0.1))
