@@ -1,13 +1,13 @@
 """What a server that follows the store does with HTTP requests before vLLM has them.
 
 A request may ask to be answered from a version: by the header `X-TensorHub-Min-Version`, or `min_version` in its JSON
-body: a step, or attempt/step. It waits until this server has that version or a later one, while its client stays, for
-at most `X-TensorHub-Wait` seconds (10), and is then refused with 409, which says what there is. An answered one carries
-`X-TensorHub-Version`, what the server had when it began: no token of its answer is of an older one, unless operators
-withdraw that or pin another. Every answer that is no stream carries the oldest and the newest version of its tokens,
-`X-TensorHub-Version-First` and `-Last` (0: none of the store's), and a stream that was asked for with
-`X-TensorHub-Versions: 1` the same as a comment before its end; not that of a request with a name of its own
-(`X-Request-Id`, or `request_id` in its body). `GET /ready` is 503 with "behind" while a newer version has not been
+body: a step, or attempt/step; of several the latest counts. It waits until this server has that version or a later one,
+while its client stays, for at most `X-TensorHub-Wait` seconds (10), and is then refused with 409, which says what there
+is. An answered one carries `X-TensorHub-Version`, what the server had when it began: no token of its answer is of an
+older one, unless operators withdraw that or pin another. Every answer that is no stream carries the oldest and the
+newest version of its tokens, `X-TensorHub-Version-First` and `-Last` (0: none of the store's), and a stream that was
+asked for with `X-TensorHub-Versions: 1` the same as a comment before its end; not that of a request with a name of its
+own (`X-Request-Id`, or `request_id` in its body). `GET /ready` is 503 with "behind" while a newer version has not been
 installed for `?max_behind_s=` (60): a router that does not know the store holds traffic back by it. Before `GET
 /metrics` is answered the store's figures are renewed (exposition.py).
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import uuid
 from collections import deque
@@ -34,8 +35,9 @@ from tensorhub_plugins.vllm.names import NAME
 MIN_VERSION, WAIT, VERSION = b"x-tensorhub-min-version", b"x-tensorhub-wait", b"x-tensorhub-version"
 FIRST, LAST = b"x-tensorhub-version-first", b"x-tensorhub-version-last"
 VERSIONS, REQUEST_ID, END_OF_STREAM = b"x-tensorhub-versions", b"x-request-id", b"\ndata: [DONE]"
-ANSWERING = ("/v1/", "/inference/", "/generate", "/invocations", "/pooling", "/classify", "/score", "/rerank", "/v2/")
+ANSWERING = re.compile("/(v1|v2|cohere|inference|generat|invocations|pooling|classify|score|rerank)")  # begins so
 IN_BODY = "min_version"
+HIDES_NAMES = re.compile(rb"\\u00[5-7]|\0")  # JSON may write letters so, or be UTF-16
 WAIT_S, WAIT_MAX_S, POLL_S = 10.0, 600.0, 0.1
 SHARED_S = 0.05  # for so long what the engine has said answers other requests that wait, too
 BEHIND_S = 60.0
@@ -118,40 +120,35 @@ class Admission:
             await self._app(scope, receive, send)
 
     async def _renew(self, engine: Any) -> None:
+        ask = partial(of_all_cores, engine.engine_core)
         try:
-            said = furthest_behind(await asyncio.wait_for(self._following(engine), SCRAPE_S))
-            taken = await asyncio.wait_for(of_all_cores(engine.engine_core, "tensorhub_updates"), SCRAPE_S)
+            said = furthest_behind(await asyncio.wait_for(ask("tensorhub_status"), SCRAPE_S))
+            taken = await asyncio.wait_for(ask("tensorhub_updates"), SCRAPE_S)
             figures().renew(said, [update for core in taken for update in core])
-        except asyncio.TimeoutError:
+        except Exception:  # it is busy, or dead: vLLM's own figures say so
             figures().missed()
 
-    async def _following(self, engine: Any) -> list[Following | None]:
-        return await of_all_cores(engine.engine_core, "tensorhub_status")
-
-    async def _shared(self, engine: Any, timeout_s: float) -> list[Following | None]:
-        """Return the same of at most SHARED_S ago: all requests that wait share one question to the engine. Raise
-        TimeoutError."""
+    def _shared(self, engine: Any) -> asyncio.Task[list[Following | None]]:
+        """Return a question to the engine of at most SHARED_S ago, or a new one: all requests that wait share it."""
         if self._asked is None or (self._asked.done() and time.monotonic() - self._asked_at >= SHARED_S):
-            self._asked, self._asked_at = asyncio.ensure_future(self._following(engine)), time.monotonic()
-        if not self._asked.done():
-            await asyncio.wait_for(asyncio.shield(self._asked), timeout_s)
-        return self._asked.result()
+            self._asked = asyncio.ensure_future(of_all_cores(engine.engine_core, "tensorhub_status"))
+            self._asked_at = time.monotonic()
+        return self._asked
 
     async def _admit(self, engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        given: object = headers[MIN_VERSION].decode("latin-1") if MIN_VERSION in headers else None
         body = _Body(receive)
-        content = await body.read() if b"json" in headers.get(b"content-type", b"json") else b""
-        if given is None:
-            given = _named_in(content, IN_BODY)
+        content = await body.read() if b"json" in headers.get(b"content-type", b"json").lower() else b""
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == MIN_VERSION]
+        given += [str(named) for named in [_named_in(content, IN_BODY)] if named is not None]
         has_name = REQUEST_ID in headers or _named_in(content, "request_id") is not None
-        is_named = has_name or not _path(scope).startswith(ANSWERING)
+        is_named = has_name or not ANSWERING.match(_path(scope))
         answer = self._app if is_named else partial(self._answer, engine)
-        if given is None:
+        if not given:
             await answer(scope, body.receive, send)
             return
         try:
-            wanted, wait_s = parse_version(str(given)), _wait_s(headers.get(WAIT))
+            wanted, wait_s = max(map(parse_version, given)), _wait_s(headers.get(WAIT))
         except (UsageError, ValueError) as error:
             await _answer(send, 400, {"error": _error(400, f"{IN_BODY}: {error}")})
             return
@@ -159,10 +156,13 @@ class Admission:
         deadline, said = time.monotonic() + wait_s, None
         try:
             while True:
-                try:
-                    said = of_model(await self._shared(engine, max(SCRAPE_S, deadline - time.monotonic())), model)
+                asked, why = self._shared(engine), None
+                if not asked.done() and await body.has_left(max(SCRAPE_S, deadline - time.monotonic()), unless=asked):
+                    return
+                if asked.done():
+                    said = of_model(asked.result(), model)
                     why = refusal_of(said, wanted)
-                except asyncio.TimeoutError:
+                else:
                     why = "its engine does not answer, as long as it installs a version"
                 if why is None and said is not None and said["version"] >= wanted and not said["broken"]:
                     break
@@ -248,10 +248,10 @@ class _Body:
                 self._messages.append(await self._receive())
         return b"".join(message.get("body", b"") for message in self._messages)
 
-    async def has_left(self, timeout_s: float) -> bool:
-        """Return whether the client has left by then, once the body was read."""
+    async def has_left(self, timeout_s: float, *, unless: asyncio.Future[Any] | None = None) -> bool:
+        """Return whether the client has left by then, or before this is done; once the body was read."""
         self._next = self._next or asyncio.ensure_future(self._receive())
-        await asyncio.wait({self._next}, timeout=timeout_s)
+        await asyncio.wait({self._next, unless or self._next}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return self._next.done()
 
     async def receive(self) -> Message:
@@ -278,7 +278,7 @@ def _ends(message: Message) -> bool:
 
 def _named_in(body: bytes, name: str) -> object:
     """Return this field of a JSON body; None: there is none. Only a body that may have one is parsed."""
-    if name.encode() not in body:
+    if name.encode() not in body and not HIDES_NAMES.search(body):
         return None
     try:
         found = json.loads(body)

@@ -29,6 +29,10 @@ def said(version: int = 5, **more: Any) -> Any:
     return {**of, "version": version, **more}
 
 
+async def dead() -> Any:
+    raise RuntimeError("EngineCore encountered an issue")
+
+
 class Server:
     """vLLM's application with our middleware before it. `says`: what its engine says each time, the last for ever."""
 
@@ -36,6 +40,7 @@ class Server:
         self.says, self.asked, self.bodies = list(says), 0, []
         self.updates: list[tuple[float, float]] = []
         self.leaves_after_s = 1e6  # the client
+        self.twice: list[tuple[bytes, bytes]] = []  # more headers
         self.starts: list[Any] = []  # of the request that is answered
         self.ids: list[str] = []  # of requests, as vLLM takes them from the header
         self.named: list[str] = []  # of those, which the engine was asked for
@@ -72,7 +77,7 @@ class Server:
         """The status, headers and body of an answer; None: there is none. Headers with _ for -."""
         sent: list[Any] = []
         given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": method, "path": path, "headers": given, "root_path": root}
+        scope = {"type": "http", "method": method, "path": path, "headers": given + self.twice, "root_path": root}
         chunks = chunks or (b"",)
         parts = iter([{"type": "http.request", "body": x, "more_body": x is not chunks[-1]} for x in chunks])
 
@@ -149,6 +154,43 @@ def test_a_client_that_has_left_is_not_waited_for() -> None:
         assert server.post(b'{"min_version": 8}', x_tensorhub_wait="600", **asks) is None
     assert server.bodies == []
     assert server.post(b"{}", x_tensorhub_min_version="7")[0] == 200  # the control: it is there by then
+
+
+def test_a_client_that_leaves_while_the_engine_does_not_answer_is_not_waited_for() -> None:
+    """What was asked for goes on: others wait for it, too."""
+    server = Server(asyncio.sleep(30, said(7)))
+    server.leaves_after_s = 0.05
+    assert server.post(b"{}", x_tensorhub_min_version="7", x_tensorhub_wait="600") is None and server.bodies == []
+    server = Server(asyncio.sleep(0.2, said(7)))
+    assert server.post(b"{}", x_tensorhub_min_version="7", x_tensorhub_wait="600")[0] == 200  # the control
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b'{"min_version": 7}', {"content_type": "application/JSON"}),
+        (b'{"min\\u005fversion": 7}', {}),
+        (b'{"\\u006Din_version": 7}', {}),
+        ('{"min_version": 7}'.encode("utf-16"), {}),
+        (b'{"min_version": 7}', {"x_tensorhub_min_version": "3"}),
+        (b'{"min_version": 3}', {"x_tensorhub_min_version": "7"}),
+        (b'{"min_version": 3, "min_version": 7}', {}),  # vLLM takes the last one as well
+    ],
+)
+def test_a_version_is_heard_however_it_is_asked_for(body: bytes, headers: dict[str, str]) -> None:
+    how = {"x_tensorhub_wait": "0", **headers}
+    status, _, answer = Server(said(5)).post(body, **how)
+    assert status == 409 and json.loads(answer)["min_version"] == 7
+    assert Server(said(7)).post(body, **how)[0] == 200  # the control
+
+
+def test_of_a_header_that_comes_twice_the_latest_version_counts() -> None:
+    server = Server(said(5))
+    for values in (("7", "3"), ("3", "7")):
+        server.twice = [(b"x-tensorhub-min-version", value.encode()) for value in values]
+        assert server.post(b"{}", x_tensorhub_wait="0")[0] == 409
+    server.twice = server.twice[:1]
+    assert server.post(b"{}", x_tensorhub_wait="0")[0] == 200  # the control: 3
 
 
 def test_an_engine_that_does_not_answer_is_waited_for_as_long_as_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +287,10 @@ def test_an_answer_that_the_engine_knows_nothing_of_is_as_it_was() -> None:
     for own in (b'{"request_id": "mine"}', b'{"request_id": "mine", "min_version": 5}'):  # as a run's servers are asked
         assert FIRST not in server.post(own)[1] and server.ids[-1] == ""  # vLLM takes it from the body
     assert FIRST in server.post(b'{"request_id": null}')[1] and FIRST in server.post(b'["request_id"]')[1]
+    for hidden in (b'{"request\\u005fid": "mine"}', '{"request_id": "mine"}'.encode("utf-16")):
+        assert FIRST not in server.post(hidden, content_type="Application/JSON")[1] and server.ids[-1] == ""
+    for path in ("/generative_scoring", "/cohere/v2/chat", "/v1/messages"):
+        assert FIRST in server.post(b"{}", path=path)[1]
     server.named.clear()
     assert server.post(b"{}", path="/sleep")[1] == {b"x": b"y"} and server.ids[-1] == ""
     server.answer = [{"status": 400, "headers": []}, {"body": b"text"}]
@@ -322,6 +368,9 @@ def test_the_figures_are_those_of_the_moment_of_the_scrape() -> None:
     assert (value("step"), value("lag_steps"), value("failing")) == (9, 0, 0)
     server.post(path="/metrics", method="GET")  # an engine that is busy with an install
     assert (value("answers"), value("step")) == (0, 9)
+    server.says = [said(9), dead()]
+    for answers in (1, 0):  # one that is dead has figures of vLLM's own
+        assert server.post(path="/metrics", method="GET")[0] == 200 and value("answers") == answers
 
 
 def test_the_page_has_all_of_them() -> None:
