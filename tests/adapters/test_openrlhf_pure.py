@@ -277,6 +277,7 @@ def test_the_sentence_is_found_in_what_ray_makes_of_an_error() -> None:
 def finders(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     found = list(sys.meta_path)
     monkeypatch.setattr(sys, "meta_path", found)
+    monkeypatch.delitem(sys.modules, autoload.MODULE, raising=False)  # of a test before, where OpenRLHF is installed
     return found
 
 
