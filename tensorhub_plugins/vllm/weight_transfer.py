@@ -44,7 +44,7 @@ from vllm.distributed.weight_transfer.base import (
     materialize_full_tensor,
 )
 
-from tensorhub_plugins.core import LATEST, Client, TensorHubError, UsageError, contiguous_spec, settle_host
+from tensorhub_plugins.core import LATEST, Client, TensorHubError, UsageError, contiguous_spec, settle_host, version_of
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.config import WorkerConfig, configure, is_further_rank
@@ -153,6 +153,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         super().__init__(**others)
         self._store = store
         self._version = 0  # the last one published
+        self._has_begun = False
         self._held: list[int] = []  # published, and not taken back
         self._linger_s = linger_s
 
@@ -178,9 +179,13 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
     def send_weights(self, version: int | None = None) -> None:
         """Publish the source's weights as this version (None: one more than the last), and have the engines take it.
 
-        One that could not be published does not count; one that the engines did not take does, and they may yet.
+        One that could not be published does not count; one that the engines did not take does, and they may yet. A
+        trainer that counts from one again supersedes what it published before it was started again.
         """
-        version = self._version + 1 if version is None else version
+        if version is None:
+            if self._store is not None and not self._version and not self._has_begun:
+                self._version, self._has_begun = version_of(self._store.begin(), 0), True
+            version = self._version + 1
         if self._store is None:
             for _ in _items(self.source):  # the ranks that hold parts of a tensor gather it together
                 pass
@@ -212,7 +217,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
             return
         end = time.monotonic() + self._linger_s
         with suppress(TensorHubError):
-            while self._version and not self._is_held_elsewhere():
+            while self._held and not self._is_held_elsewhere():
                 if time.monotonic() >= end:
                     logger.warning("version %d is lost with the trainer: no worker has read it", self._version)
                     break

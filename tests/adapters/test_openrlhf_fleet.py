@@ -224,6 +224,7 @@ def test_without_a_fleet_the_generator_goes_on(ray: FakeRay, monkeypatch: pytest
 
     monkeypatch.setattr(reporting, "ray", SimpleNamespace(is_initialized=lambda: True))
     monkeypatch.setattr(reporting.fleet, "of_this_job", lambda: None)
+    monkeypatch.setattr(reporter._gauges, "set", lambda figures: None)  # Ray would start a cluster for its metrics
     report()
     fleet = SimpleNamespace(report=SimpleNamespace(remote=lambda seen, waiting, unnamed: answered(ActorDiedError())))
     monkeypatch.setattr(reporting.fleet, "of_this_job", lambda: fleet)

@@ -48,7 +48,8 @@ def test_engines_answer_with_every_version_of_the_adapter(kind: str, tmp_path: P
     published = run.events("publish")
     sizes = {version: sum(e["bytes"] for e in published if e["version"] == version) for version in range(1, STEPS + 1)}
     (size_bytes,) = set(sizes.values())
-    assert size_bytes == rows[-1]["tensorhub/publish/bytes"] < 60_000, "the adapter's bytes; the model has 0.2 MB"
+    # Of the adapter, which ZeRO-3 keeps in float32; the model has 0.2 MB.
+    assert size_bytes == rows[-1]["tensorhub/publish/bytes"] < (80_000 if "ZeRO-3" in kind else 40_000)
     for event in run.events("fetch"):
         assert sum(event["sources"].values()) == size_bytes and event["layout"] == "checkpoint"
     answers = {version for event in run.events("request") for version in event["versions"]}
