@@ -74,9 +74,8 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None
         tensors[listed] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     tensors = tensors or {f"{NOTHING}{rank}": torch.zeros(1, dtype=torch.uint8)}
     version = version_of(int(_run["attempt"]), number)
-    if version in {key.version for key in client.serving()}:  # asked for once more
-        return
-    client.publish(version, tensors, copy=False, timeout_s=TIMEOUT_S)
+    if version not in {key.version for key in client.serving()}:  # else it was asked for once more
+        client.publish(version, tensors, copy=False, timeout_s=TIMEOUT_S)
     for offered in {key.version for key in client.serving()} - {version}:
         former = folder.with_name(f"weight_v{step_of(offered):06d}")
         if not former.is_dir() or (is_whole and step_of(offered) < number - 1):  # the last one may still be read
