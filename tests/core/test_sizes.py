@@ -24,7 +24,7 @@ CEILINGS = {
     "core/transports": 7_325,
     "openrlhf": 2_510,
     "verl": 4_060,
-    "vllm": 9_060,
+    "vllm": 9_065,
     "vllm/doctor": 860,
     "vllm/worker": 5_270,
 }
