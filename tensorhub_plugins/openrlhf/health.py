@@ -62,12 +62,13 @@ class Engines:
                 members, live, refusing = self.members, self.table.able(version), self.table.refusing(version)
                 is_stuck = self.table.is_stuck(version)
             is_late = time.monotonic() >= work.until(began, self.table.worked_at, START_TIMEOUT_S)
-            self.has_begun = self.has_begun or is_late or all(member.answers for member in members)
+            there = [member for member in members if member.kind != "spare"]  # that is never ready
+            self.has_begun = self.has_begun or is_late or all(member.answers for member in there)
             if live and self.has_begun:
                 return live
             if is_stuck:
                 raise VersionRefused(figures.why_stuck({one.called: one.refusal for one in refusing}))
-            dead = [self._errors[member.name] for member in members if member.is_gone]
+            dead = [self._errors[member.name] for member in there if member.is_gone]
             is_last = len(dead) == len(members) and not self.has_fleet  # which would start others
             if dead and (is_last or not self.has_begun):
                 raise dead[0]  # it could not start, for a reason that another start does not change

@@ -57,6 +57,7 @@ class TensorHubServer(vLLMHttpServer):
         self._owned: OwnedEngine | None = None  # once there is an engine
         self._launch: asyncio.Task[None] | None = None
         self._joins = asyncio.Event()
+        self._waits = False  # for that, as a spare
         if not self.is_spare:
             self._joins.set()
 
@@ -182,7 +183,7 @@ class TensorHubServer(vLLMHttpServer):
             # verl itself puts hybrid replicas to sleep.
             "engine_timeout_s": self.options.engine_timeout_s if self.follows else math.inf,
             "why": self._why_not(),
-            "spare": owned is not None and not self._joins.is_set(),
+            "spare": self._waits and not self._joins.is_set(),
         }
         if owned is None:  # verl itself puts hybrid replicas in and out of rotation
             version = 0 if self.global_steps is None else version_of_step(self.global_steps)
@@ -233,5 +234,6 @@ class SpareServer(TensorHubServer):
     is_spare = True
 
     async def _start_following(self, owned: OwnedEngine) -> None:
-        await owned.warm_up()
+        await owned.warm_up()  # which an engine that compiles may not answer for minutes
+        self._waits = True
         await super()._start_following(owned)

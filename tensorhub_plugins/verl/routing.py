@@ -318,7 +318,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
 
     def seen(self) -> Reported:
         """Return what the fleet is told."""
-        return self.members.seen(self._load.count, self._waiting, now=time.monotonic())
+        self.members.look(now := time.monotonic())  # this process may have stood still, and not the spares
+        return self.members.seen(self._load.count, self._waiting, now=now)
 
     def apply(self, told: Collection[str], roster: Sequence[Entry]) -> None:
         """Apply the roster. What has left is asked no more: what it still has is asked elsewhere, and nothing of it is

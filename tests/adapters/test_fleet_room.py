@@ -138,12 +138,14 @@ def test_what_is_removed_meanwhile_is_not_waited_for(monkeypatch: pytest.MonkeyP
         ({"CPU": 1.0}, False),  # tasks queue for these all the time
         ({"CPU": 1.0, "GPU": 0.0, "memory": 1e9}, False),
         ({"GPU": 9.0}, False),  # no node has so many
+        ({"CPU": 1.0, "node:10.0.0.1": 0.001}, False),  # it waits for a CPU, on one node
+        ({"GPU": 1.0, "node:10.0.0.1": 0.001}, True),
         ({"GPU_group_0123": 1.0}, False),  # its placement group waits, and is counted itself
         ({}, False),
     ],
 )
 def test_a_spare_is_in_the_way_of_what_waits_for_an_accelerator(request_: dict[str, float], is_wanted: bool) -> None:
-    assert needs_a_place(request_, [{"CPU": 4.0}, {"GPU": 8.0, "CPU": 4.0}]) is is_wanted
+    assert needs_a_place(request_, [{"CPU": 4.0}, {"GPU": 8.0, "CPU": 4.0, "node:10.0.0.1": 1.0}]) is is_wanted
 
 
 @pytest.mark.parametrize(

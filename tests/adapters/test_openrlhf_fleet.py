@@ -270,6 +270,21 @@ def test_the_reporters_thread_goes_on_after_an_error_and_ends(monkeypatch: pytes
     assert not reporter._thread.is_alive()
 
 
+def test_a_spare_is_not_waited_for_at_the_beginning(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that resume have weights, and so a spare, before the first prompt."""
+    here, late, spare = FakeEngine(3), FakeEngine(3), FakeEngine()
+    waits: dict[str, Any] = {"version": 0, "silent_s": 0.0, "ready": False}
+    late.do_tensorhub_heartbeat = lambda: waits  # type: ignore[method-assign]
+    spare.do_tensorhub_heartbeat = lambda: ActorDiedError()  # type: ignore[method-assign]
+    monkeypatch.setattr(health, "START_TIMEOUT_S", 5.0)
+    for engine, kind in ((spare, "spare"), (late, "first")):  # the second: the control
+        engines = make([here]).engines
+        engines.apply(engines.table.all, [Entry("rollout-0", here, "first"), Entry("rollout-1", engine, kind)])
+        began = ray.now
+        assert [member.name for member in engines.live()] == ["rollout-0"]
+        assert (ray.now - began >= 5) == (kind == "first")
+
+
 def test_when_all_engines_are_dead_the_fleet_starts_others(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     dead, other = FakeEngine(), FakeEngine()
     engines = make([dead]).engines

@@ -67,6 +67,20 @@ def test_a_spare_is_reported_and_is_none_of_the_replicas():
     assert joined.in_rotation
 
 
+@pytest.mark.parametrize("kind", ["spare", "joined"])
+def test_a_spare_that_hangs_while_it_joins_is_ended_and_one_that_still_loads_is_not(kind):
+    """It was told to join, and is stopped (SIGSTOP) just then: for half an hour a replica would be missing."""
+    members = Members(timeout_s=10, engine_timeout_s=60)
+    members.apply([], [Entry("rollout-2", "handle", kind)], 1)
+    _hear(members, "rollout-2", 2, version=0, ready=False, spare=kind == "spare")
+    _hear(members, "rollout-2", 3, version=0, ready=False, spare=False, silent_s=61)  # its engine begins to follow
+    assert members.hung(63) == [] and not members.silent(70) and not members.late(70)
+    assert members.hung(64) == (["rollout-2"] if kind == "spare" else [])
+    members.failed("rollout-2", 64, "restarting")
+    assert members.hung(1000) == []  # it loads again
+    assert figures.of_members(members, "trainer", published=5, now=64)["tensorhub/replicas/lost"] == 0.0
+
+
 def test_a_silent_replica_is_out_until_it_has_caught_up():
     members = _two()
     _hear(members, "b", 11, ready=True, version=7)

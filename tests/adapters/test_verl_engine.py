@@ -130,6 +130,8 @@ async def test_a_spare_joins_the_store_when_it_is_told_to(monkeypatch: pytest.Mo
         did.append("follow")
 
     async def warm_up() -> None:
+        # What compiles may answer nothing for minutes: a spare that said that it waits would pass for one that hangs.
+        assert not (await one.tensorhub_heartbeat())["spare"]
         did.append("warm up")
 
     async def nothing() -> None: ...
@@ -141,7 +143,7 @@ async def test_a_spare_joins_the_store_when_it_is_told_to(monkeypatch: pytest.Mo
         one.__class__, one._store, one._joining, one._name, one.engine = kind, store, lambda _: {}, "rollout-0", None
         one.replica_rank, one._launch, one._owned.follow, one._owned.watch = 0, None, follow, nothing
         one._owned.warm_up, is_spare = warm_up, kind is engine.SpareServer
-        one._owned.status, one._joins = Status(), asyncio.Event()
+        one._owned.status, one._joins, one._waits = Status(), asyncio.Event(), False
         did.clear()
         if is_spare:
             following = asyncio.create_task(one._start_following(one._owned))

@@ -316,6 +316,23 @@ async def test_the_fleets_roster_is_carried_out():
     assert list(seen_by(router)[0]) == ["rollout-1"]
 
 
+@pytest.mark.parametrize("stands_still", [True, False], ids=["router", "spare"])
+async def test_a_spare_is_not_silent_while_the_router_stands_still(monkeypatch, stands_still):
+    """The second: the control."""
+    router = Router({"10.0.0.1:80": Server("rollout-0")})
+    await router.handle("warm up")
+    spare = Server("rollout-1", version=0)
+    spare.tells = {"spare": True, "timeout_s": 15.0}
+    router.real.apply({"rollout-0": "10.0.0.1:80"}, [Entry("rollout-1", spare, "spare")])
+    await until(lambda: router.real.members.all["rollout-1"].is_spare)
+    ahead, monotonic = 0.0, routing.time.monotonic
+    monkeypatch.setattr(routing, "time", SimpleNamespace(monotonic=lambda: monotonic() + ahead))
+    for _ in range(1 if stands_still else 10):
+        ahead += 20.0 if stands_still else 2.0
+        told, _ = seen_by(router)
+    assert told["rollout-1"].spare == stands_still
+
+
 async def test_all_leave_and_another_one_joins(monkeypatch):
     # An empty roster was taken for none: what had been ended was kept, and called lost, until another one had started.
     class Fleet(Actor):

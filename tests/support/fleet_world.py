@@ -377,7 +377,8 @@ class World:
     def succeed(self) -> None:
         """Let everything that is under way succeed."""
         for name in sorted(self.launching):
-            self._has_started(name, 0)
+            if name in self.launching:  # not stopped meanwhile, as a spare whose place is wanted
+                self._has_started(name, 0)
         for name in sorted(self.stopping):
             self._has_stopped(name)
         for replica in self.dispatcher.values():

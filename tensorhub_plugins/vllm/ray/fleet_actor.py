@@ -247,8 +247,7 @@ class FleetActor:
         try:
             nodes = await asyncio.to_thread(live_nodes)
             slots = await asyncio.wait_for(self._starter.slots.remote(frozenset(self._state.avoided)), SLOTS_TIMEOUT_S)
-            is_wanted = bool(self._state.spares) and await asyncio.to_thread(room.is_wanted)
-            self._look_at(nodes, slots, is_wanted)
+            self._look_at(nodes, slots, bool(self._state.spares) and await asyncio.to_thread(room.is_wanted))
         except Exception as error:  # Ray's head or the starter is busy, or is being started again
             logger.info("fleet: what there is room for is not known now: %s", sentence(error))
 

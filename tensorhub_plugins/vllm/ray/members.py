@@ -12,8 +12,8 @@ verl's router and OpenRLHF's generator ask every replica for a `Heartbeat` and d
   back only when it answers again AND has caught up with the version the others had when it came back: it may have slept
   through many, and its first answers would be stale. When the others go back, because an older version was pinned, that
   is far enough. One that joins a run is treated likewise, and the last one standing is never kept out.
-- One that has served and is silent for `engine_timeout_s` hangs, also if it is alone: it is to be ended, and is started
-  again. One that is loading, that drains, or that could not be started again from here, never hangs.
+- One that has served, or was a spare, and is silent for `engine_timeout_s` hangs, even alone: it is to be ended, and
+  is started again. One that loads, drains, or could not be started again from here, never hangs.
 - One that answers that it is not ready (it is cut off from the hub for too long, say) gets no work and is not lost. It
   catches up likewise when it is ready again.
 - One that is drained gets no new requests, and finishes those it has.
@@ -87,6 +87,7 @@ class Member:
     catch_up_to: int | None = None  # None: not heard since it was lost, or not ready since it joined
     is_restarting: bool = False  # its process has ended, and it was not ready since
     has_served: bool = False  # since it was (re)started: before, silence means that it is loading
+    has_run: bool = False  # likewise: it has served, or said that it is a spare
     deaths: int = 0  # heartbeats in a row that Ray has answered with "it died"
     epoch: int = 0  # counts losses: a request of an earlier epoch is gone
 
@@ -167,8 +168,10 @@ class Members:
         member.is_spare = heartbeat.get("spare", False)
         member.deaths, ready, silent_s = 0, heartbeat.get("ready", True), heartbeat.get("silent_s", 0.0)
         member.has_served = member.has_served or ready
+        member.has_run = member.has_run or ready or member.is_spare
         member.worked_at = max(member.worked_at, now - heartbeat.get("idle_s", math.inf))
-        if silent_s > self.timeout_s:  # the actor is well, its engine is not: no sign of life
+        # The actor is well, its engine is not: no sign of life, but of one that joins, which has much to begin with.
+        if silent_s > self.timeout_s and (member.has_served or member.is_spare):
             member.silent_since = now - silent_s
             return False
         if member.is_lost and (member.catch_up_to is None or was_silent):
@@ -199,7 +202,7 @@ class Members:
         if how != "unfit":
             member.deaths = member.deaths + 1 if how == "died" else 0
             member.is_restarting, member.has_served, member.refusal = True, False, (0, "")
-            member.is_spare = False  # before it says so again
+            member.is_spare = member.has_run = False  # before it says so again
         return is_new
 
     # --- silence ------------------------------------------------------------------------------------------------------
@@ -229,7 +232,7 @@ class Members:
 
     def hung(self, now: float) -> list[str]:
         """Return those to be ended, and then `failed` as "restarting"."""
-        here = [one for one in self.all.values() if one.has_served and not one.is_draining]
+        here = [one for one in self.all.values() if one.has_run and not one.is_draining]
         return [one.name for one in here if now - one.silent_since > self.hangs_after_s(one)]
 
     def hangs_after_s(self, member: Member) -> float:

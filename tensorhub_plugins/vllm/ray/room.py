@@ -19,7 +19,7 @@ SLOTS_MAX = 64  # what lies beyond is not counted: more are never started at onc
 PART_TIMEOUT_S = 5.0  # Ray gives what is free within a second, also when its head node is busy
 LOOK_INTERVAL_S = 0.2
 NODE_LABEL = "ray.io/node-id"
-COMMON = ("CPU", "memory", "object_store_memory")  # resources for which tasks queue all the time
+COMMON = ("CPU", "memory", "object_store_memory", "node")  # resources for which tasks queue all the time; node:ADDRESS
 
 
 def slots(bundles: Sequence[Mapping[str, float]], *, avoid: Collection[str] = (), same_node: bool = True) -> int:
@@ -49,7 +49,7 @@ def needs_a_place(request: Mapping[str, float], nodes: Sequence[Mapping[str, flo
     """Return whether what waits for these resources needs an accelerator of one of the nodes with these totals. PURE.
 
     What fits on no node waits for others to come, and no place here helps it."""
-    return any(amount and kind not in COMMON for kind, amount in request.items()) and any(
+    return any(amount and kind.partition(":")[0] not in COMMON for kind, amount in request.items()) and any(
         all(node.get(kind, 0.0) >= amount for kind, amount in request.items()) for node in nodes
     )
 
