@@ -8,20 +8,21 @@ calls becomes a `ResourceRefused` at each public call.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import FunctionType
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from tensorhub_plugins.core import log, run_log
-from tensorhub_plugins.core.errors import ResourceRefused, TensorHubError
+from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, ResourceRefused, TensorHubError
 from tensorhub_plugins.core.machine import pids_max
 from tensorhub_plugins.core.process import limits_of, raise_files_max
 from tensorhub_plugins.core.types import RECENT_S
@@ -83,7 +84,7 @@ def _file_size() -> str:
     )
 
 
-def _call(name: str = "a system call") -> str:
+def _call(name: str) -> str:
     return (
         f"{name}, which a sandbox forbids here (seccomp, a security module), or the kernel lacks: permit it (the "
         "container's profile, `docker run --security-opt seccomp=...`, SystemCallFilter= and RestrictAddressFamilies= "
@@ -91,15 +92,43 @@ def _call(name: str = "a system call") -> str:
     )
 
 
-# What ZeroMQ aborts the process over where it is refused: as a context gets its first socket, and as one is bound.
-ZMQ_CALLS: dict[str, Callable[[], object]] = {
-    "epoll_create1": lambda: select.epoll().close(),
-    "eventfd2": lambda: os.close(os.eventfd(0)),
-    "sched_getscheduler and sched_setscheduler": lambda: os.sched_setscheduler(
+# System calls by their names, tried with a socket that is closed: nothing is done, and a sandbox answers first.
+Calls: TypeAlias = Mapping[str, Callable[[socket.socket], object]]
+# ZeroMQ ends the process over those, or says nothing: as a context gets its first socket, and all the time.
+ZMQ_CALLS: Calls = {
+    "epoll_create1": lambda _: select.epoll().close(),
+    "eventfd2": lambda _: os.close(os.eventfd(0)),
+    "sched_getscheduler and sched_setscheduler": lambda _: os.sched_setscheduler(
         0, os.sched_getscheduler(0), os.sched_getparam(0)
     ),
 }
-ZMQ_CALLS_TO_LISTEN: dict[str, Callable[[], object]] = {"sockets of AF_NETLINK": socket.if_nameindex}
+CALLS: Calls = {
+    "poll": lambda _: select.poll().poll(0),
+    "epoll_ctl": lambda _: select.epoll().register(select.epoll()),
+    "epoll_wait": lambda _: select.epoll().poll(0),
+    "fcntl": lambda _: fcntl.fcntl(NO_FILE, fcntl.F_SETFL, 0),
+    "ioctl": lambda gone: gone.setblocking(False),
+    "setsockopt": lambda gone: gone.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    "getsockopt": lambda gone: gone.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR),
+    "getsockname": lambda gone: gone.getsockname(),
+    "connect": lambda gone: gone.connect(("", 1)),
+    "sendto": lambda gone: gone.send(b""),
+    "recvfrom": lambda gone: gone.recv(1),
+}
+CALLS_OF_TRANSFERS: Calls = {
+    **CALLS,
+    "sendmsg": lambda gone: gone.sendmsg([b""]),
+    "recvmsg": lambda gone: gone.recvmsg(1),
+}
+_TO_LISTEN: Calls = {
+    "bind": lambda gone: gone.bind(("", 0)),
+    "listen": lambda gone: gone.listen(),
+    "accept4": lambda gone: gone.accept(),
+}
+CALLS_OF_CLIENT: Calls = {**CALLS_OF_TRANSFERS, **_TO_LISTEN}
+CALLS_OF_HUB: Calls = {**CALLS, **_TO_LISTEN, "sockets of AF_NETLINK": lambda _: socket.if_nameindex()}
+ALL_CALLS: Calls = {**ZMQ_CALLS, **CALLS_OF_CLIENT, **CALLS_OF_HUB}
+NO_FILE = 1 << 30
 
 
 # The scarce resource by the number of the error, whatever call has failed.
@@ -131,8 +160,11 @@ def _lacks(error: BaseException, *, forbidden: bool) -> str | None:
     number = getattr(error, "errno", None)  # ZeroMQ's errors have one, too, and are no OSError
     if number in SCARCE:
         return SCARCE[number]()
-    if forbidden and number in FORBIDDEN and not isinstance(error, TensorHubError):
-        return _call()
+    if number in FORBIDDEN or isinstance(error, (HubUnreachable, DeadlineExceeded)):
+        if found := refused_call(CALLS_OF_TRANSFERS):
+            return _of_call(*found)
+        if forbidden and not isinstance(error, TensorHubError):
+            return _call("a system call")
     if isinstance(error, (RuntimeError, OSError)) and NO_THREAD in str(error):
         return _threads()
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error)):
@@ -140,8 +172,12 @@ def _lacks(error: BaseException, *, forbidden: bool) -> str | None:
     return None
 
 
+def _of_call(name: str, error: OSError) -> str:
+    return SCARCE[error.errno]() if error.errno in SCARCE else _call(name)
+
+
 def is_forbidden(error: BaseException | None) -> bool:
-    """Return whether this process was not permitted a system call with which it would have reached a peer."""
+    """Return whether this process was not permitted a system call."""
     return isinstance(error, OSError) and error.errno in FORBIDDEN
 
 
@@ -188,17 +224,39 @@ def begin_client() -> None:
     show log lines."""
     log.begin()
     raise_files_max()
-    try_for_zmq(threads=1)
+    try_for_zmq(1, CALLS_OF_CLIENT)
 
 
-def try_for_zmq(threads: int = 0, *, listens: bool = False) -> None:
-    """Try to take what a ZeroMQ context with one connection needs, and so many threads. Raise ResourceRefused."""
-    try_files(ZMQ_FILES)
-    for name, call in (ZMQ_CALLS | (ZMQ_CALLS_TO_LISTEN if listens else {})).items():
+def refused_call(calls: Calls) -> tuple[str, OSError] | None:
+    """Return the first of these system calls that the system refuses this process, by its name, and the error."""
+    try:
+        gone = _closed_socket()
+    except OSError as error:
+        return "socket", error
+    for name, call in calls.items():
         try:
-            call()
+            call(gone)
         except OSError as error:
-            raise refusal(error) or ResourceRefused(f"the system refuses {_call(name)} ({error})") from error
+            if error.errno != errno.EBADF:  # as it is closed
+                return name, error
+    return None
+
+
+def _closed_socket() -> socket.socket:
+    try:
+        gone = socket.socket(socket.AF_INET)
+    except OSError:  # a host, or a sandbox, may have only one of them
+        gone = socket.socket(socket.AF_INET6)
+    gone.close()
+    return gone
+
+
+def try_for_zmq(threads: int, calls: Calls = CALLS) -> None:
+    """Try to take what a ZeroMQ context with one connection needs, so many threads, and these system calls. Raise
+    ResourceRefused."""
+    try_files(ZMQ_FILES)
+    if found := refused_call({**ZMQ_CALLS, **calls}):
+        raise ResourceRefused(f"the system refuses {_of_call(*found)} ({found[1]})") from found[1]
     try_threads(ZMQ_THREADS + threads)
 
 

@@ -11,13 +11,13 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 4_215,
+    "core": 4_275,
     "core/client": 5_705,
     "core/deltas": 685,
     "core/hub": 5_545,
     "core/kernels": 560,
     "core/memory": 3_715,
-    "core/operations": 1_785,
+    "core/operations": 1_790,
     "core/protocol": 1_160,
     "core/security": 720,
     "core/transfer": 1_947,

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -37,6 +38,10 @@ HELD_BYTES = 1 << 20
 
 CLONE, CLONE3, MEMFD_CREATE, FCNTL, SOCKET, PROCESS_VM_READV = 56, 435, 319, 72, 41, 310
 EVENTFD2, EPOLL_CREATE1, SCHED_GETAFFINITY, SCHED_GETSCHEDULER, PRLIMIT64 = 290, 291, 204, 145, 302
+CALLS_BY_NAME = {"poll": 7, "epoll_ctl": 233, "epoll_wait": 232, "fcntl": 72, "ioctl": 16, "setsockopt": 54}
+CALLS_BY_NAME |= {"getsockopt": 55, "getsockname": 51, "connect": 42, "sendto": 44, "recvfrom": 45, "sendmsg": 46}
+CALLS_BY_NAME |= {"recvmsg": 47, "bind": 49, "listen": 50, "accept4": 288}
+NUMBERS = errno.EPERM, errno.EACCES, errno.ENOSYS  # a sandbox chooses
 OF_SYSTEMD_RESOURCES = [142, 144, 160, 203, 237, 238, 302]  # SystemCallFilter=~@resources: policies, limits, cores
 F_ADD_SEALS, AF_UNIX, AF_INET6, AF_NETLINK = 1033, 1, 10, 16
 PR_SET_NO_NEW_PRIVS, SECCOMP, SET_MODE_FILTER, TSYNC = 38, 317, 1, 1
@@ -145,6 +150,7 @@ RESOURCES: dict[str, Callable[[], Callable[[], None] | None]] = {
     "which cores": lambda: refuse([SCHED_GETAFFINITY], errno.EPERM),
     "which policy": lambda: refuse([SCHED_GETSCHEDULER], errno.EPERM),
     "limits and policies": lambda: refuse(OF_SYSTEMD_RESOURCES, errno.EPERM),
+    **{f"call {n}": (lambda n=n, e=e: refuse([CALLS_BY_NAME[n]], e)) for n, e in zip(CALLS_BY_NAME, cycle(NUMBERS))},
     "limits": lambda: refuse([PRLIMIT64], errno.EPERM),
     "mappings": lambda: mappings(4),
     "data": lambda: limit(resource.RLIMIT_DATA, _status_bytes("VmData") + (1 << 20)),

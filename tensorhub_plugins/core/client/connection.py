@@ -132,7 +132,7 @@ class HubLink:
         self._answers_in_s = float("inf")  # the shortest time so far: no less than a round trip
         self._welcomed: Future[None] = Future()
         self._closing, self._refused, self._nameless = False, "", ""  # why it does not admit us, or has no address
-        resources.try_for_zmq(threads=1)
+        resources.try_for_zmq(1)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._context, self._keys = zmq.Context(), keys
         self._is_to_redial = self._is_stale = False  # stale: the connection, which is to be replaced

@@ -71,7 +71,7 @@ def _router(address: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[by
     workers are served in three quarters of the time (recipes/bench/hub). Where it is refused, the hub is only slower.
     """
     where = _where(address)
-    resources.try_for_zmq(threads=1, listens=True)
+    resources.try_for_zmq(1, resources.CALLS_OF_HUB)
     context = zmq.Context()
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER and _may_run_in_batches():
         context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)  # its threads set it themselves, as they start

@@ -111,8 +111,8 @@ def _required(name: str) -> str:
 
 
 def limits(root: Path = machine.ROOT, child: str = OF_A_CHILD) -> Iterator[Check]:
-    """Yield memory, cores, files, threads, memory files and the right to read other processes. child: the program of
-    the process that is read."""
+    """Yield memory, cores, files, threads, memory files, system calls and the right to read other processes. child: the
+    program of the process that is read."""
     total, free = machine.total_bytes(root), machine.free_bytes(root)
     how_much = "an unknown part is" if free is None else f"{free / GB:.1f} GB"
     found = f"{how_much} free of {total / GB:.1f}, control groups counted; {machine.cores(root)} cores"
@@ -129,6 +129,9 @@ def limits(root: Path = machine.ROOT, child: str = OF_A_CHILD) -> Iterator[Check
     yield Check("threads", f"{min(counts)}" if counts else "unlimited", todo)
     yield _shared_memory(root)
     yield _memory_files()
+    refused = resources.refused_call(resources.ALL_CALLS)
+    todo = f"permit {refused[0]} (seccomp, RestrictAddressFamilies=)" if refused else ""
+    yield Check("system calls", f"refused ({refused[1]})" if refused else "permitted", todo)
     yield _other_processes(child)
 
 

@@ -58,7 +58,7 @@ def _fetch_status(address: str, deadline: Deadline, keys: Keys | None) -> dict[s
     except (OSError, ValueError) as error:
         raise no_way(address, error) from error
     check_route(address, found)
-    resources.try_for_zmq()
+    resources.try_for_zmq(0)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     curve.guard_client(socket, keys)
