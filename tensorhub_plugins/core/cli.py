@@ -480,7 +480,7 @@ def write_timeline(journals: list[Path], out: Path) -> str:
     out = out / "timeline" if out.is_dir() else out
     name = str(out.with_suffix("") if out.suffix in (".html", ".json") else out)
     paths = critical_path.paths(events)
-    template = Path(timeline.__file__).with_suffix(".html").read_text()
+    template = Path(timeline.__file__).with_suffix(".html").read_text(encoding="utf-8")
     files.write_text(Path(f"{name}.html"), timeline.page(template, events, paths))
     files.write_text(Path(f"{name}.json"), json.dumps(timeline.trace(events)))
     earlier = f", without {left_out} earlier ones" if left_out else ""

@@ -271,7 +271,8 @@ class Cuda(Plain):
 def _get_last_error() -> Callable[[], int] | None:
     """Return cudaGetLastError of torch's CUDA library: it returns the calling thread's error, and clears it."""
     with contextlib.suppress(OSError, AttributeError):
-        paths = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line]
+        maps = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+        paths = [line.split()[-1] for line in maps if "libcudart" in line]
         if paths:
             found: Callable[[], int] = ctypes.CDLL(paths[0]).cudaGetLastError
             return found

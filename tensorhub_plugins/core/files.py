@@ -28,10 +28,10 @@ def opened(path: Path, size_bytes_max: float = float("inf")) -> Iterator[BinaryI
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, or write one anew. Raise OSError as `opened` does."""
+    """Write a file in UTF-8, or write one anew. Raise OSError as `opened` does."""
     if path.exists():
         _check(path, path.stat(), float("inf"))
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def _check(path: Path, status: os.stat_result, size_bytes_max: float) -> None:

@@ -188,7 +188,7 @@ def _files(folder: Path) -> dict[str, int]:
 def _base(folder: Path) -> int | None:
     """Return the number of the version that this one is a delta to; None: it is a whole checkpoint."""
     try:
-        described = json.loads((folder / INDEX).read_text()).get("metadata", {})
+        described = json.loads((folder / INDEX).read_bytes()).get("metadata", {})
         base = int(described["base_version"]) if "delta_encoding" in described else None
     except FileNotFoundError:
         return None
@@ -210,7 +210,7 @@ def _list(folder: Path, listed: str, content: bytes) -> None:
 def _is_here(folder: Path, listed: str) -> bool:
     """Return whether a folder is of this run, and whole: of a trainer's nodes each may have a part of it."""
     try:
-        return bool(json.loads((folder / listed).read_text()) == _files(folder))
+        return bool(json.loads((folder / listed).read_bytes()) == _files(folder))
     except FileNotFoundError:
         return False
 

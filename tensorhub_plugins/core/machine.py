@@ -148,7 +148,7 @@ def _upwards(root: Path, mount: str, path: str) -> Iterator[Path]:
 def groups_of(controller: str, root: Path = ROOT) -> Iterator[tuple[bool, str]]:
     """Yield the groups that may limit this process: whether it is of version 2, and its path."""
     with suppress(OSError, ValueError):  # ValueError: other lines than expected
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
+        for line in os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines():
             hierarchy, controllers, path = line.split(":", 2)
             if hierarchy == "0" or controller in controllers.split(","):
                 yield hierarchy == "0", path

@@ -126,7 +126,7 @@ def _check_agent(path: str | None) -> None:
         return
     if not path.endswith(".py"):
         raise UsageError(f"--train.agent_func_path {path}: OpenRLHF takes a Python file")
-    if Path(path).is_file() and AGENT not in Path(path).read_text():
+    if Path(path).is_file() and AGENT.encode() not in Path(path).read_bytes():
         raise UsageError(f"--train.agent_func_path {path}: OpenRLHF wants a class {AGENT} there")
 
 
@@ -259,7 +259,7 @@ def gpus(args: Any) -> dict[str, int]:
         "PPOTrainer": argparse.Namespace(remote=trainer),
         "get_strategy": lambda args: argparse.Namespace(print=lambda *words: None),
     }
-    (function,) = [one for one in ast.parse(path.read_text()).body if getattr(one, "name", "") == "train"]
+    (function,) = [one for one in ast.parse(path.read_bytes()).body if getattr(one, "name", "") == "train"]
     module = ast.fix_missing_locations(ast.Module([_WithoutImports().visit(function)], type_ignores=[]))
     exec(compile(module, str(path), "exec"), names)
     try:
@@ -293,7 +293,7 @@ def _not_taken(error: Exception, args: Any = None) -> UsageError:
 
 def _main_part(path: Path) -> Any:
     """Return the code from the parser to the last check; not what trains, not what imports."""
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_bytes()).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
             kept = [one for one in node.body if not _is_left_out(one)]
             return compile(ast.Module(kept, type_ignores=[]), str(path), "exec")

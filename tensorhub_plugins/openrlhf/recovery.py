@@ -27,7 +27,7 @@ MODEL = "model_states.pt"  # DeepSpeed's files of the model end so
 def folder_of(path: str) -> Path:
     """Return the folder of the checkpoint that DeepSpeed loads from here."""
     latest = Path(path, "latest")
-    return Path(path, latest.read_text().strip()) if latest.is_file() else Path(path)
+    return Path(path, latest.read_text(encoding="utf-8").strip()) if latest.is_file() else Path(path)
 
 
 def held_whole(model: torch.nn.Module, steps: Iterable[Step]) -> Iterator[Held]:

@@ -47,7 +47,7 @@ def elements_of(folder: object) -> int | None:
         files = {file.name: file for file in Path(str(folder)).glob("*.safetensors")}
         index = Path(str(folder), "model.safetensors.index.json")
         whole = {"model.safetensors"} & set(files) or set(files)
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else whole
+        names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.exists() else whole
         if names <= set(files):
             return sum(prod(tensor["shape"]) for name in sorted(names) for tensor in _head(files[name])) or None
     return None
@@ -62,7 +62,7 @@ def _head(file: Path) -> Iterator[dict[str, Any]]:
 
 def _heads(folder: Path) -> int | None:
     with suppress(OSError, ValueError, AttributeError):
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_bytes())
         heads = {**config, **config.get("text_config", {})}.get("num_attention_heads")
         return heads if isinstance(heads, int) else None
     return None

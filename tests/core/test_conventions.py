@@ -208,6 +208,30 @@ def not_there(text: str, files: set[str]) -> set[str]:
     return set(re.findall(r"\b\w+\.py\b", text)) - files
 
 
+# Where only the kernel's own files are read, which are ASCII.
+OF_THE_KERNEL = {
+    "core/drivers.py", "core/machine.py", "core/process.py", "core/protocol/advertised.py",
+    "core/transports/rdma/rails.py", "core/transports/shm/process_memory.py",
+}  # fmt: skip
+
+
+def without_encoding(package: Path) -> list[str]:
+    """Texts that are read or written in whatever encoding the user's locale has."""
+    return [
+        f"{name}: {line.strip()}"
+        for file in sorted(package.rglob("*.py"))
+        for name in [str(file.relative_to(package))]
+        for line in file.read_text().splitlines()
+        if re.search(r"(?<!files)\.(read|write)_text\(", line) and "utf-8" not in line and name not in OF_THE_KERNEL
+    ]
+
+
+def test_no_text_is_in_the_encoding_of_the_locale(tmp_path: Path) -> None:
+    assert without_encoding(PACKAGE) == []
+    (tmp_path / "a.py").write_text("p.read_text()\np.write_text('x')\np.read_text('utf-8')\np.read_bytes()\n")
+    assert without_encoding(tmp_path) == ["a.py: p.read_text()", "a.py: p.write_text('x')"]
+
+
 def test_files_that_a_text_names_are_there() -> None:
     files = {file.name for folder in (PACKAGE, ROOT / "tests", ROOT / "recipes") for file in folder.rglob("*.py")}
     texts = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]

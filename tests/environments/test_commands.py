@@ -49,6 +49,19 @@ def test_status_where_the_output_has_few_letters(address, encoding, shown):
     assert shown.encode(encoding) in done.stdout and not done.stderr
 
 
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_a_secret_is_the_same_in_each_locale(tmp_path, locale):
+    """In a file and in the environment, read and written."""
+    text = "é" * 40
+    given = {**os.environ, "LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "TENSORHUB_SECRET": text}
+    (tmp_path / "secret").write_text(text, encoding="utf-8")
+    assert run("keygen", str(tmp_path / "new"), "--from", str(tmp_path / "secret"), env=given).returncode == 0
+    assert (tmp_path / "new").read_bytes() == f"{text}\n".encode()
+    program = "from tensorhub_plugins.core import keys_from_environment as k; print(ascii(k().text()))"
+    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, timeout=SOON_S)
+    assert done.stdout == f"{ascii(text)}\n"
+
+
 @pytest.mark.parametrize("arguments", [("status",), ("status", "--json")], ids=" ".join)
 def test_a_full_disk_is_said_and_no_success(address, arguments):
     with open("/dev/full", "w") as full:

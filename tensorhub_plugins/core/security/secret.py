@@ -37,7 +37,7 @@ def from_environment() -> Keys | None:
     if path:
         return read(Path(path), where=f"{FILE_VARIABLE}={path}")
     text = os.environ.get(SECRET_VARIABLE)
-    return _parsed(text, SECRET_VARIABLE) if text else None
+    return _parsed(os.fsencode(text).decode(errors="replace"), SECRET_VARIABLE) if text else None
 
 
 def read(path: Path, *, where: str = "") -> Keys:
@@ -67,8 +67,8 @@ def write(path: Path, keys: Keys) -> None:
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     try:
-        with open(fd, "w") as file:
-            file.write(keys.text() + "\n")
+        with open(fd, "wb") as file:
+            file.write(f"{keys.text()}\n".encode())
     except OSError as error:
         path.unlink(missing_ok=True)  # a part of it is no secret
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error

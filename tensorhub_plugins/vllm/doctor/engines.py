@@ -132,7 +132,7 @@ class Apart:
         words = f"the engine's process has ended with {self._process.exitcode}"
         if self._log is None or not self._log.exists():
             return f"{words}; what it printed says why"
-        lines = self._log.read_text(errors="replace").splitlines()
+        lines = self._log.read_text("utf-8", "replace").splitlines()
         return "\n".join([f"{words}; the end of what it printed:", *lines[-LOG_LINES_SHOWN:]])
 
 

@@ -46,6 +46,6 @@ def _of_ray() -> Keys | None:
         return None
     token = os.environ.get("RAY_AUTH_TOKEN")
     if not token:
-        path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-        token = path.read_text(errors="replace") if path.is_file() else ""
+        path = Path(os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"))
+        token = path.read_text("utf-8", "replace") if path.is_file() else ""
     return Keys.parse(token) if token.strip() else None
