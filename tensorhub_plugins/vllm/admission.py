@@ -36,7 +36,7 @@ MIN_VERSION, WAIT, VERSION = b"x-tensorhub-min-version", b"x-tensorhub-wait", b"
 FIRST, LAST = b"x-tensorhub-version-first", b"x-tensorhub-version-last"
 VERSIONS, REQUEST_ID, END_OF_STREAM = b"x-tensorhub-versions", b"x-request-id", b"\ndata: [DONE]"
 ANSWERING = re.compile("/(v1|v2|cohere|inference|generat|invocations|pooling|classify|score|rerank)")  # begins so
-IN_BODY = "min_version"
+IN_BODY, LEFT = "min_version", 499  # a client that has left: Starlette takes no answer at all for an error
 HIDES_NAMES = re.compile(rb"\\u00[5-7]|\0")  # JSON may write letters so, or be UTF-16
 WAIT_S, WAIT_MAX_S, POLL_S = 10.0, 600.0, 0.1
 SHARED_S = 0.05  # for so long what the engine has said answers other requests that wait, too
@@ -158,7 +158,7 @@ class Admission:
             while True:
                 asked, why = self._shared(engine), None
                 if not asked.done() and await body.has_left(max(SCRAPE_S, deadline - time.monotonic()), unless=asked):
-                    return
+                    return await _answer(send, LEFT, {})
                 if asked.done():
                     said = of_model(asked.result(), model)
                     why = refusal_of(said, wanted)
@@ -174,7 +174,7 @@ class Admission:
                     await _answer(send, 409, {"error": _error(409, text), "version": have, "min_version": wanted})
                     return
                 if await body.has_left(min(POLL_S, left_s)):
-                    return
+                    return await _answer(send, LEFT, {})
             await answer(scope, body.receive, _with_version(send, said["version"]))
         finally:
             body.close()

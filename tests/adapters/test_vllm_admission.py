@@ -74,7 +74,7 @@ class Server:
     def post(
         self, *chunks: bytes, path: str = "/v1/completions", method: str = "POST", root: str = "", **headers: str
     ) -> Any:
-        """The status, headers and body of an answer; None: there is none. Headers with _ for -."""
+        """The status, headers and body of an answer. Headers with _ for -."""
         sent: list[Any] = []
         given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         scope = {"type": "http", "method": method, "path": path, "headers": given + self.twice, "root_path": root}
@@ -90,8 +90,6 @@ class Server:
             sent.append(message)
 
         asyncio.run(asyncio.wait_for(self.middleware(scope, receive, send), 20))
-        if not sent:
-            return None
         start, *rest = sent
         return start["status"], dict(start["headers"]), b"".join(each["body"] for each in rest)
 
@@ -151,7 +149,7 @@ def test_a_client_that_has_left_is_not_waited_for() -> None:
     server = Server(said(5), said(5), said(7))
     server.leaves_after_s = 0.05
     for asks in ({"x_tensorhub_min_version": "8"}, {}):
-        assert server.post(b'{"min_version": 8}', x_tensorhub_wait="600", **asks) is None
+        assert server.post(b'{"min_version": 8}', x_tensorhub_wait="600", **asks)[0] == admission.LEFT
     assert server.bodies == []
     assert server.post(b"{}", x_tensorhub_min_version="7")[0] == 200  # the control: it is there by then
 
@@ -160,7 +158,8 @@ def test_a_client_that_leaves_while_the_engine_does_not_answer_is_not_waited_for
     """What was asked for goes on: others wait for it, too."""
     server = Server(asyncio.sleep(30, said(7)))
     server.leaves_after_s = 0.05
-    assert server.post(b"{}", x_tensorhub_min_version="7", x_tensorhub_wait="600") is None and server.bodies == []
+    assert server.post(b"{}", x_tensorhub_min_version="7", x_tensorhub_wait="600")[0] == admission.LEFT
+    assert server.bodies == []
     server = Server(asyncio.sleep(0.2, said(7)))
     assert server.post(b"{}", x_tensorhub_min_version="7", x_tensorhub_wait="600")[0] == 200  # the control
 
