@@ -161,7 +161,7 @@ def _lacks(error: BaseException, *, forbidden: bool) -> str | None:
     if number in SCARCE:
         return SCARCE[number]()
     if number in FORBIDDEN or isinstance(error, (HubUnreachable, DeadlineExceeded)):
-        if found := refused_call(CALLS_OF_TRANSFERS):
+        if (found := refused_call(CALLS_OF_TRANSFERS)) and is_forbidden(found[1]):
             return _of_call(*found)
         if forbidden and not isinstance(error, TensorHubError):
             return _call("a system call")

@@ -163,7 +163,7 @@ def _write(folder: str, data: bytes) -> None:
     """Append it to this process's file in that folder; once that is full, to a new one."""
     global _file, _room
     with _lock:  # also while it is written: another thread would close the file
-        pid, name = os.getpid(), os.path.join(folder, f"{socket.gethostname()}-{os.getpid()}")
+        pid, name = os.getpid(), os.path.join(folder, f"{socket.gethostname().replace('/', '_')}-{os.getpid()}")
         _room -= len(data)
         if _file is None or _file[:2] != (pid, folder) or _room < 0 or not os.fstat(_file[2]).st_nlink:  # deleted
             if _file is not None and _file[0] == pid:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 4_275,
-    "core/client": 5_705,
+    "core/client": 5_710,
     "core/deltas": 685,
     "core/hub": 5_545,
     "core/kernels": 560,

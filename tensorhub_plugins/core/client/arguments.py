@@ -185,14 +185,18 @@ def here() -> Location:
     return Location(
         data_center=os.environ.get("TENSORHUB_DATA_CENTER", ""),
         rack=os.environ.get("TENSORHUB_RACK", ""),
-        host=os.environ.get("TENSORHUB_HOST") or socket.gethostname(),
+        host=os.environ.get("TENSORHUB_HOST") or _host_name(),
     )
+
+
+def _host_name() -> str:
+    return printable(os.fsencode(socket.gethostname()).decode(errors="replace"))  # it may have any bytes
 
 
 def located(location: object) -> Location:
     """Return the location with the id of this machine, or "" where its host was named explicitly, see Location."""
     place = check_location(location)
-    return msgspec.structs.replace(place, machine=machine() if place.host == socket.gethostname() else "")
+    return msgspec.structs.replace(place, machine=machine() if place.host == _host_name() else "")
 
 
 def is_preemptible() -> bool:

@@ -331,7 +331,9 @@ class HubLink:
             self._cannot_begin(no_way(self.address, error))
         known, port = self._found.get(self.address, ()), parse_address(self.address, "tcp")[1]
         if not known:
-            self._dialed += not self._handshakes.endpoint  # try the next address, in a second
+            self._dialed += not self._handshakes.endpoint  # try the next address, at once until each has been tried
+            if 0 < self._dialed < len(self._addresses):
+                self._look_up()
             return
         if max(len(known), len(self._addresses)) > 1:
             self._machine.redial_s = min(self._machine.redial_s, session.REDIAL_SEVERAL_S)

@@ -39,7 +39,7 @@ def fetch_status(address: str, *, timeout_s: float = 5.0, keys: Keys | None = No
     for number, each in enumerate(addresses):
         left_s = deadline.remaining() / (len(addresses) - number)
         try:
-            return _fetch_status(each, Deadline.after(left_s), keys)
+            return _fetch_status(each, Deadline.after(left_s), keys, number == len(addresses) - 1)
         except HubUnreachable as error:
             problems.append(error)
         except UsageError as error:
@@ -51,7 +51,7 @@ def fetch_status(address: str, *, timeout_s: float = 5.0, keys: Keys | None = No
 
 
 @resources.named()
-def _fetch_status(address: str, deadline: Deadline, keys: Keys | None) -> dict[str, Any]:
+def _fetch_status(address: str, deadline: Deadline, keys: Keys | None, is_last: bool) -> dict[str, Any]:
     host, port = parse_address(address, "tcp")
     try:
         found = resolve(host, deadline)
@@ -88,6 +88,8 @@ def _fetch_status(address: str, deadline: Deadline, keys: Keys | None) -> dict[s
             problem = handshakes.problem(time.monotonic())
             if problem is not None:
                 raise UsageError(problem, phase="status")
+            if handshakes.is_refused and len(found) == 1 and not is_last:
+                break
         raise HubUnreachable(handshakes.unheard(), peer=address, phase="status")
     finally:
         handshakes.close()
