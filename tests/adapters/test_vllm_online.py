@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
 import torch
+import vllm
 from torch_ranks import started
 from vllm_engines import TOKENS, Engine, EngineError, checkpoint, make_model, wait_until
 
@@ -22,7 +23,13 @@ from tensorhub_plugins.core import CHECKPOINT, Client, Server, UsageError
 from tensorhub_plugins.vllm.doctor import check_sync
 from tensorhub_plugins.vllm.worker import online
 
-pytestmark = pytest.mark.heavy
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.skipif(
+        not vllm.__version__.startswith("0.29."),
+        reason="the stand-ins are for what the CPU build of vLLM 0.29 lacks; that of 0.32 has kernels that refuse them",
+    ),
+]
 LONG = pytest.mark.long
 TIMEOUT_S = 60.0
 TWO = {"workers": 2, "extension": "vllm_online.FaultyOnline", "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
