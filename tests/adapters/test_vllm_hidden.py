@@ -39,6 +39,7 @@ class Layer(torch.nn.Module):
         self.conv_weights = self.linear.weight.data.view(4)  # memory of a parameter, an object of its own
         vars(self)["again"] = self.linear.weight  # not registered a second time
         self.kv_cache = [torch.ones(9)]
+        self.online_quantization_time = 0.25
         self.empty, self.meta = torch.empty(0), torch.empty(3, device="meta")
 
 

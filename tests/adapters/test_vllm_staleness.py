@@ -17,7 +17,7 @@ async def test_it_is_said_once_each_way(caplog: pytest.LogCaptureFixture, monkey
     engine = Staleness(lambda: silences[-1], 5.0, worker="rollout-1/0")
     said: list[list[str]] = []
     watching = asyncio.create_task(engine.watch())
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "vllm.tensorhub_plugins")
     for silent_s in (1.0, 5.0, 6.0, 7.0, 0.5, 1.0):
         silences.append(silent_s)
         caplog.clear()

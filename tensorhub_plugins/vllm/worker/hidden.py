@@ -10,9 +10,9 @@ What is found
     Parameters and buffers first, under the names that the model gives them. Then the rest, nearest first, so that what
     can be reached on several ways has its shortest name. One object once. Numpy arrays and numbers count. What is left
     out
-    KV caches, which no checkpoint determines. Configurations, process groups, loggers, threads and the store's own
-    objects, behind which nothing is computed with. Empty tensors and those on the meta device. Classes and modules of
-    Python: what a class holds belongs to all of its objects, of any model.
+    KV caches, which no checkpoint determines, and how long loading took. Configurations, process groups, loggers,
+    threads and the store's own objects, behind which nothing is computed with. Empty tensors and those on the meta
+    device. Classes and modules of Python: what a class holds belongs to all of its objects, of any model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import Any
 import numpy
 import torch
 
-KV_CACHES = frozenset({"kv_cache", "kv_caches"})  # attributes of vLLM's attention, Mamba and linear attention layers
+# Attributes of vLLM's attention, Mamba and linear attention layers; and of its quantization, by 0.32.
+LEFT_OUT = frozenset({"kv_cache", "kv_caches", "online_quantization_time"})
 
 # Packages whose objects are not entered. Modules of a model (torch.nn.Module) always are.
 STRANGERS = (
@@ -96,12 +97,12 @@ def _behind(name: str, value: Any) -> Iterator[_Way]:
 
 def _attributes(name: str, value: Any) -> Iterator[_Way]:
     for key, item in list(getattr(value, "__dict__", {}).items()):
-        if key not in KV_CACHES and not (key in _OF_MODULES and isinstance(value, torch.nn.Module)):
+        if key not in LEFT_OUT and not (key in _OF_MODULES and isinstance(value, torch.nn.Module)):
             yield _join(name, key), item
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         for key in (slots,) if isinstance(slots, str) else slots:
-            if key not in KV_CACHES and hasattr(value, key):
+            if key not in LEFT_OUT and hasattr(value, key):
                 yield _join(name, key), getattr(value, key)
 
 
