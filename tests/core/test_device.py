@@ -530,7 +530,7 @@ def test_the_last_error_is_asked_of_the_library_that_is_loaded(monkeypatch, tmp_
         return SimpleNamespace(cudaGetLastError=lambda: 0)
 
     maps = "7f00-7f01 r-xp 00000000 00:00 1  /opt/libcudart.so.13\n7f01-7f02 r-xp 0 00:00 2 /lib/libc.so.6\n"
-    monkeypatch.setattr(drivers.Path, "read_text", lambda self: maps)
+    monkeypatch.setattr(drivers.Path, "read_text", lambda self, **how: maps)
     monkeypatch.setattr(ctypes, "CDLL", load)
     drivers._get_last_error.cache_clear()
     found = drivers._get_last_error()
