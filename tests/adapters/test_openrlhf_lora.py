@@ -35,7 +35,7 @@ def test_engines_answer_with_every_version_of_the_adapter(kind: str, tmp_path: P
     variables = {"ENGINES": "1"}
     if kind == "without effect":
         folder = ROOT / "tests" / "support" / "without_effect"
-        variables["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        variables["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
     with Run(tmp_path / "run", shared, "openrlhf_grpo", "sync", "tensorhub", *LORA, *KINDS[kind], **variables) as run:
         run.end()
     rows = run.rows()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "recipes.bench.gpu", *options]
-    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))  # the dependencies may be there
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600
-    )
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.heavy

@@ -374,11 +374,8 @@ def _tried(host: str, port: int, token: str, within_s: float) -> str:
     try:
         deadline = Deadline.after(within_s)
         with connected(host, port, deadline) as link:
-            return (
-                "ok"
-                if secrets.compare_digest(line_of(link, deadline), token.encode())
-                else "another program answers there"
-            )
+            is_ours = secrets.compare_digest(line_of(link, deadline), token.encode())
+            return "ok" if is_ours else "another program answers there"
     except (OSError, OverflowError, UnicodeError) as error:
         return f"{format_address('tcp', host, port)}: {error}"
 
