@@ -42,7 +42,7 @@ def from_environment() -> Keys | None:
 
 def read(path: Path, *, where: str = "") -> Keys:
     """Return the secret, or a role's key, in a file. Raise UsageError; where: the user's name for it."""
-    where = where or str(path)
+    where = where or f"the secret file {path}"
     try:
         with files.opened(path, SIZE_BYTES_MAX) as file:
             warn_if_shared(file, where)
