@@ -86,7 +86,7 @@ def test_what_one_library_has_deflated_the_other_inflates(monkeypatch, writer):
         monkeypatch.setattr(codec, "fast_zlib", library)
         made[name] = encode(old.view(np.uint8), new.view(np.uint8), spans, NUMPY)
     monkeypatch.setattr(codec, "fast_zlib", isal_zlib if writer == "zlib" else zlib)
-    assert made["zlib"] != made["isal"] and abs(len(made["isal"]) / len(made["zlib"]) - 1) < 0.05
+    assert made["zlib"] != made["isal"] and abs(len(made["isal"]) / len(made["zlib"]) - 1) < 0.1
     target = old.copy()
     apply(target.view(np.uint8), made[writer], spans, NUMPY)
     assert np.array_equal(target, new)
