@@ -110,9 +110,12 @@ def test_a_hub_of_the_run_takes_the_last_port_of_the_range(monkeypatch: pytest.M
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert hub._free_address(f"{port - 1}-{port}") == ("127.0.0.1", port - 1)
-        with pytest.raises(UsageError, match="TENSORHUB_PORTS"):
+        with pytest.raises(UsageError, match="TENSORHUB_PORTS.*: Address already in use"):
             hub._free_address(f"{port}-{port}")
     assert hub._free_address(None)[1] > 0
+    monkeypatch.setattr(hub, "node_address", lambda: "192.0.2.1")  # no address of this machine: no port was taken
+    with pytest.raises(UsageError, match="on 192.0.2.1, .*: Cannot assign requested address"):
+        hub._free_address("7100-7102")
 
 
 def test_a_name_of_the_cluster_that_is_never_answered_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

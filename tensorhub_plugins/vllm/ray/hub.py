@@ -9,8 +9,7 @@ a file on the head node. Where the environment or Ray's own token names one, tha
 
 from __future__ import annotations
 
-import socket
-from contextlib import suppress
+from socket import AF_INET, AF_INET6, create_server
 from typing import Any
 
 import ray
@@ -33,10 +32,9 @@ def start(ports: str | None = None) -> tuple[Any, str]:
     actor_class = ray.remote(_hub_class()).options(
         max_restarts=-1, max_task_retries=-1, name=secret.actor_name(), get_if_exists=True, **ON_HEAD
     )
-    keys = secret.choose()
     context = ray.get_runtime_context()
     file = f"{context.get_temp_dir()}/{context.get_session_name()}/{secret.actor_name()}.secret"
-    actor = actor_class.remote(host, port, keys.text(), file)
+    actor = actor_class.remote(host, port, secret.choose().text(), file)
     return actor, address_of(actor)
 
 
@@ -60,10 +58,12 @@ def _free_address(ports: str | None) -> tuple[str, int]:
     """Return this node's address as other nodes reach it, and a port that is free now, of those that may be used."""
     host = node_address()
     for port in reversed(ports_of(ports)):  # workers take the first ones, also while it is started again
-        with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, port))
-            return host, probe.getsockname()[1]
-    raise UsageError(f"the hub cannot listen on {host}: its ports {ports_of(ports)} are taken (TENSORHUB_PORTS, ports)")
+        try:
+            with create_server((host, port), family=(AF_INET, AF_INET6)[":" in host]) as probe:
+                return host, probe.getsockname()[1]
+        except OSError as error:
+            why = error.strerror
+    raise UsageError(f"the hub cannot listen on {host}, with no port that it may use (TENSORHUB_PORTS, ports): {why}")
 
 
 def _hub_class() -> type:
