@@ -7,7 +7,6 @@ the package is not installed but only on the path, the same is refused a minute 
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -18,6 +17,7 @@ from tensorhub_plugins.verl import checks, config
 from tensorhub_plugins.vllm.lora import history_of
 from tensorhub_plugins.vllm.model_size import model_of
 from tensorhub_plugins.vllm.outlook import Model, Outlook, check_heads
+from tensorhub_plugins.vllm.plugin import wrap
 from tensorhub_plugins.vllm.ray import policy
 
 CONNECT_TIMEOUT_S = 10.0
@@ -27,17 +27,11 @@ def look_at_configuration() -> None:
     """Have verl's first step look at the configuration, too. Twice is fine."""
     from verl.utils import device
 
-    original = device.auto_set_device
-    if hasattr(original, "tensorhub"):
-        return
-
-    @functools.wraps(original)
-    def auto_set_device(config: Any) -> None:
+    def auto_set_device(original: Any, config: Any) -> None:
         original(config)
         refuse_or_tell(config)
 
-    auto_set_device.tensorhub = True  # type: ignore[attr-defined]
-    device.auto_set_device = auto_set_device
+    wrap(device, "auto_set_device", auto_set_device)
 
 
 def refuse_or_tell(root: Any) -> None:

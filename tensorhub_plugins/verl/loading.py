@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from tensorhub_plugins.core import VersionRefused
+from tensorhub_plugins.vllm.plugin import wrap
 
 ADAPTER = "verl.workers.rollout.vllm_rollout.vllm_rollout"  # imported, with vLLM, where it is needed
 LOOK_INTERVAL_S = 1.0  # how long the sender waits before it looks at vLLM's answer
@@ -25,23 +26,20 @@ _answer: ContextVar[Any] = ContextVar("of vLLM, to the call that loads what is s
 def watch() -> None:
     """Have the senders of this process do so from now on, if it is one of verl's vLLM rollout workers."""
     module: Any = sys.modules.get(ADAPTER)
-    if module is None or hasattr(module.ServerAdapter._execute_method, "tensorhub"):
+    if module is None:
         return
-    execute, connect = module.ServerAdapter._execute_method, module.BucketedWeightSender._init_socket
 
-    @functools.wraps(execute)
-    async def _execute_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = await execute(self, *args, **kwargs)
+    async def execute(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = await original(self, *args, **kwargs)
         _answer.set(answer if kwargs.get("non_block") else None)
         return answer
 
-    @functools.wraps(connect)
-    def _init_socket(self: Any) -> None:
-        connect(self)
+    def connect(original: Any, self: Any) -> None:
+        original(self)
         self.socket.recv = functools.partial(hear, self.socket.recv, self.socket.poll, _answer.get())
 
-    _execute_method.tensorhub = True  # type: ignore[attr-defined]
-    module.ServerAdapter._execute_method, module.BucketedWeightSender._init_socket = _execute_method, _init_socket
+    wrap(module.ServerAdapter, "_execute_method", execute)
+    wrap(module.BucketedWeightSender, "_init_socket", connect)
 
 
 def hear(recv: Callable[[], Any], poll: Callable[[float], int], answer: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,6 +25,7 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import null_worker
 from tensorhub_plugins.verl.config import TRAINER
 from tensorhub_plugins.verl.load import Load
+from tensorhub_plugins.vllm.plugin import wrap
 from tensorhub_plugins.vllm.ray import figures
 from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
@@ -476,21 +476,15 @@ def watch_client() -> None:
     makes a new answer of what it gets, of which it knows one step each. Calling it twice is fine."""
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
-    original = FullyAsyncLLMServerClient.generate
-    if hasattr(original, "tensorhub"):
-        return
-
-    @functools.wraps(original)
-    async def generate(self: Any, *args: Any, **kwargs: Any) -> TokenOutput:
+    async def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> TokenOutput:
         steps: list[int] = []
         token = _steps.set(steps)
         try:
-            output = await original(self, *args, **kwargs)
+            output: TokenOutput = await original(self, *args, **kwargs)
         finally:
             _steps.reset(token)
         if steps:
             output.extra_fields.update(min_global_steps=min(steps), max_global_steps=max(steps))
         return output
 
-    generate.tensorhub = True  # type: ignore[attr-defined]
-    FullyAsyncLLMServerClient.generate = generate
+    wrap(FullyAsyncLLMServerClient, "generate", generate)

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from tensorhub_plugins.verl.config import BACKEND
+from tensorhub_plugins.vllm.plugin import wrap
 
 SEPARATE_TRAINER = "verl.experimental.separation.ray_trainer"  # imported where it is needed, and nowhere else
 
@@ -54,23 +55,17 @@ def watch() -> None:
 
     update_weights.tensorhub = True
     CheckpointEngineManager.update_weights = update_weights
-    _after_init(CheckpointEngineManager, lambda manager, *_, **__: _update_first())
-    _after_init(Tracking, _remember)
+    wrap(CheckpointEngineManager, "__init__", _made)
+    wrap(Tracking, "__init__", _begun)
 
 
-def _after_init(made: Any, then: Any) -> None:
-    """Call this with each new object of the class and its arguments."""
-    original = made.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        then(self, *args, **kwargs)
-
-    made.__init__ = init
+def _made(original: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    original(manager, *args, **kwargs)
+    _update_first()
 
 
-def _remember(tracking: Any, *args: Any, **kwargs: Any) -> None:
+def _begun(original: Any, tracking: Any, *args: Any, **kwargs: Any) -> None:
+    original(tracking, *args, **kwargs)
     config = args[3] if len(args) > 3 else kwargs.get("config")
     if config and config.get("async_training") is not None:
         _fully_async[:] = [tracking]
@@ -80,17 +75,14 @@ def _update_first() -> None:
     """Have one_step_off's trainer, if this process has it, make its first update whatever the warm-up says."""
     module = sys.modules.get(SEPARATE_TRAINER)
     trainer = getattr(module, "SeparateRayPPOTrainer", None)
-    if trainer is None or hasattr(trainer._fit_update_weights, "tensorhub"):
+    if trainer is None:
         return
-    original = trainer._fit_update_weights
 
-    @functools.wraps(original)
-    def _fit_update_weights(self: Any) -> None:
+    def fit_update_weights(original: Any, self: Any) -> None:
         manager, is_skipped = self.checkpoint_manager, self.config.trainer.critic_warmup > self.global_steps
         if is_skipped and manager.backend == BACKEND and not getattr(manager, "tensorhub_is_updated", False):
             manager.update_weights(self.global_steps)
         else:
             original(self)
 
-    _fit_update_weights.tensorhub = True  # type: ignore[attr-defined]
-    trainer._fit_update_weights = _fit_update_weights
+    wrap(trainer, "_fit_update_weights", fit_update_weights)

@@ -181,49 +181,12 @@ def _add_adapters(serving: Any) -> None:
     wrap(serving.OpenAIServingModels, "__init__", begin)
 
 
-def _add_pooling(serving: Any) -> None:
-    """Make what is made of several requests of one version."""
-    from tensorhub_plugins.vllm.engine.pooling import of_one_version
+def _add_gathered(wrapper: str, classes: list[str], module: Any) -> None:
+    """Make what is made of several requests of one version. classes: the names of one class in versions of vLLM."""
+    from tensorhub_plugins.vllm.engine import pooling
 
-    base = getattr(serving, "PoolingBaseServing", None) or serving.PoolingServingBase  # its name before vLLM 0.25
-    _once(base, of_one_version)
-
-
-def _add_scores(serving: Any) -> None:
-    from tensorhub_plugins.vllm.engine.pooling import scored_here
-
-    _once(serving.ServingScores, scored_here)
-
-
-def _add_beams(online: Any) -> None:
-    from tensorhub_plugins.vllm.engine.pooling import beams_of_one_version
-
-    _once(online.BeamSearchOnlineMixin, beams_of_one_version)
-
-
-def _add_generative_scores(serving: Any) -> None:
-    from tensorhub_plugins.vllm.engine.pooling import generative_scores_of_one_version
-
-    _once(serving.ServingGenerativeScoring, generative_scores_of_one_version)
-
-
-def _add_transcripts(serving: Any) -> None:
-    from tensorhub_plugins.vllm.engine.pooling import transcripts_of_one_version
-
-    base = getattr(serving, "SpeechToTextBaseServing", None) or serving.OpenAISpeechToText  # its name before vLLM 0.25
-    _once(base, transcripts_of_one_version)
-
-
-def _add_offline_beams(offline: Any) -> None:
-    from tensorhub_plugins.vllm.engine.pooling import offline_beams_of_one_version
-
-    _once(offline.BeamSearchOfflineMixin, offline_beams_of_one_version)
-
-
-def _add_offline_pooling(offline: Any) -> None:
-    from tensorhub_plugins.vllm.engine.pooling import offline_pooling_of_one_version
-
-    _once(offline.PoolingOfflineMixin, offline_pooling_of_one_version)
+    serving = next(getattr(module, name) for name in classes if hasattr(module, name))
+    getattr(pooling, wrapper)(serving, lambda config: _is_ours(config) or _has_our_workers(config))
 
 
 def _add_draining(multiproc_executor: Any) -> None:
@@ -251,13 +214,6 @@ def wrap(owner: Any, name: str, new: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _once(serving: type, add: Callable[[Any, Callable[[Any], bool]], None]) -> None:
-    """Have that added to a class, and not to it again."""
-    if NAME not in vars(serving):
-        add(serving, lambda vllm_config: _is_ours(vllm_config) or _has_our_workers(vllm_config))
-        setattr(serving, NAME, True)
-
-
 def _is_ours(vllm_config: Any) -> bool:
     transfer = getattr(vllm_config, "weight_transfer_config", None)
     return NAME in (vllm_config.load_config.load_format, getattr(transfer, "backend", None))
@@ -278,14 +234,22 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
     "vllm.entrypoints.serve": _add_routes,
     "vllm.entrypoints.openai.models.serving": _add_adapters,
     "vllm.v1.executor.multiproc_executor": _add_draining,
-    "vllm.entrypoints.pooling.base.serving": _add_pooling,
-    "vllm.entrypoints.pooling.scoring.serving": _add_scores,
-    "vllm.entrypoints.generate.beam_search.online": _add_beams,
-    "vllm.entrypoints.generate.beam_search.offline": _add_offline_beams,
-    "vllm.entrypoints.generate.generative_scoring.serving": _add_generative_scores,
-    "vllm.entrypoints.pooling.offline": _add_offline_pooling,
-    "vllm.entrypoints.speech_to_text.base.serving": _add_transcripts,
 }
+# What engine/pooling.py wraps, and how. The second name of a class is the one before vLLM 0.25.
+GATHERED = {
+    "vllm.entrypoints.pooling.base.serving": ("of_one_version", "PoolingBaseServing", "PoolingServingBase"),
+    "vllm.entrypoints.pooling.scoring.serving": ("scored_here", "ServingScores"),
+    "vllm.entrypoints.pooling.offline": ("offline_pooling_of_one_version", "PoolingOfflineMixin"),
+    "vllm.entrypoints.generate.beam_search.online": ("beams_of_one_version", "BeamSearchOnlineMixin"),
+    "vllm.entrypoints.generate.beam_search.offline": ("offline_beams_of_one_version", "BeamSearchOfflineMixin"),
+    "vllm.entrypoints.generate.generative_scoring.serving": (
+        *("generative_scores_of_one_version", "ServingGenerativeScoring"),
+    ),
+    "vllm.entrypoints.speech_to_text.base.serving": (
+        *("transcripts_of_one_version", "SpeechToTextBaseServing", "OpenAISpeechToText"),
+    ),
+}
+ADDITIONS |= {name: partial(_add_gathered, wrapper, classes) for name, (wrapper, *classes) in GATHERED.items()}
 
 
 def _add(name: str, add: Callable[[Any], None], module: Any) -> None:

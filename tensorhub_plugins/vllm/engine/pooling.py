@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
-from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from tensorhub_plugins.vllm.plugin import wrap
 
 if TYPE_CHECKING:
     from tensorhub_plugins.vllm.engine.caches import WeightsMove
@@ -25,53 +26,39 @@ T = TypeVar("T")
 
 def of_one_version(serving: Any, is_ours: Callable[[Any], bool]) -> None:
     """Wrap vLLM's PoolingBaseServing."""
-    original = serving._collect_batch
 
-    @wraps(original)
-    async def collect_batch(self: Any, ctx: Any) -> None:
-        if not is_ours(self.engine_client.vllm_config) or len(ctx.engine_inputs or ()) < 2:
-            await original(self, ctx)
-            return
-
+    async def collect_batch(original: Any, self: Any, ctx: Any) -> None:
         async def collect(attempt: int) -> None:
             if attempt:
                 await self._prepare_generators(ctx)
             await original(self, ctx)
 
-        await _while_weights_rest(self.engine_client, collect)
+        is_one = len(ctx.engine_inputs or ()) < 2
+        await _while_weights_rest(self.engine_client, collect, lambda config: is_ours(config) and not is_one)
 
-    serving._collect_batch = collect_batch
+    wrap(serving, "_collect_batch", collect_batch)
 
 
 def beams_of_one_version(mixin: Any, is_ours: Callable[[Any], bool]) -> None:
     """Wrap vLLM's BeamSearchOnlineMixin, which says nothing before the last step."""
-    original = mixin.beam_search
 
-    @wraps(original)
-    async def beam_search(self: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
+    async def beam_search(original: Any, self: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
         async def search(_: int) -> list[Any]:
             return [answer async for answer in original(self, *args, **options)]
 
-        ours = is_ours(self.engine_client.vllm_config)
-        for answer in await (_while_weights_rest(self.engine_client, search) if ours else search(0)):
+        for answer in await _while_weights_rest(self.engine_client, search, is_ours):
             yield answer
 
-    mixin.beam_search = beam_search
+    wrap(mixin, "beam_search", beam_search)
 
 
 def generative_scores_of_one_version(serving: Any, is_ours: Callable[[Any], bool]) -> None:
     """Wrap vLLM's ServingGenerativeScoring."""
-    original = serving.create_generative_scoring
 
-    @wraps(original)
-    async def create_generative_scoring(self: Any, *args: Any, **options: Any) -> Any:
-        def create(_: int) -> Any:
-            return original(self, *args, **options)
+    async def create_generative_scoring(original: Any, self: Any, *args: Any, **options: Any) -> Any:
+        return await _while_weights_rest(self.engine_client, lambda _: original(self, *args, **options), is_ours)
 
-        ours = is_ours(self.engine_client.vllm_config)
-        return await (_while_weights_rest(self.engine_client, create) if ours else create(0))
-
-    serving.create_generative_scoring = create_generative_scoring
+    wrap(serving, "create_generative_scoring", create_generative_scoring)
 
 
 _pieces: ContextVar[int] = ContextVar("into which the recording of this request was cut", default=0)
@@ -80,30 +67,23 @@ _pieces: ContextVar[int] = ContextVar("into which the recording of this request 
 def transcripts_of_one_version(serving: Any, is_ours: Callable[[Any], bool]) -> None:
     """Wrap vLLM's SpeechToTextBaseServing. The stream of several pieces comes when all of it is there: what was sent
     cannot be asked for again."""
-    preprocess, create = serving._preprocess_speech_to_text, serving._create_speech_to_text
 
-    @wraps(preprocess)
-    async def preprocess_speech_to_text(self: Any, *args: Any, **options: Any) -> Any:
-        prepared = await preprocess(self, *args, **options)
+    async def preprocess(original: Any, self: Any, *args: Any, **options: Any) -> Any:
+        prepared = await original(self, *args, **options)
         _pieces.set(len(prepared[0]))
         return prepared
 
-    @wraps(create)
-    async def create_speech_to_text(self: Any, *args: Any, **options: Any) -> Any:
+    async def create(original: Any, self: Any, *args: Any, **options: Any) -> Any:
         async def compute(_: int) -> Any:
-            answer = await create(self, *args, **options)
-            if hasattr(answer, "__aiter__") and _pieces.get() > 1:
+            answer = await original(self, *args, **options)
+            if is_ours(self.engine_client.vllm_config) and hasattr(answer, "__aiter__") and _pieces.get() > 1:
                 return _replayed([part async for part in answer])
             return answer
 
-        if not is_ours(self.engine_client.vllm_config):
-            return await create(self, *args, **options)
-        return await _while_weights_rest(self.engine_client, compute, lambda: _pieces.get() > 1)
+        return await _while_weights_rest(self.engine_client, compute, is_ours, lambda: _pieces.get() > 1)
 
-    serving._preprocess_speech_to_text, serving._create_speech_to_text = (
-        preprocess_speech_to_text,
-        create_speech_to_text,
-    )
+    wrap(serving, "_preprocess_speech_to_text", preprocess)
+    wrap(serving, "_create_speech_to_text", create)
 
 
 async def _replayed(parts: list[T]) -> AsyncIterator[T]:
@@ -113,20 +93,17 @@ async def _replayed(parts: list[T]) -> AsyncIterator[T]:
 
 def offline_beams_of_one_version(mixin: Any, is_ours: Callable[[Any], bool]) -> None:
     """Wrap vLLM's BeamSearchOfflineMixin, a base of `LLM`."""
-    mixin.beam_search = _computed_at_rest(mixin.beam_search, is_ours, lambda *_, **__: True)
+    _compute_at_rest(mixin, "beam_search", is_ours, lambda *_, **__: True)
 
 
 def offline_pooling_of_one_version(mixin: Any, is_ours: Callable[[Any], bool]) -> None:
     """Wrap vLLM's PoolingOfflineMixin, a base of `LLM`, where one answer is made of several requests."""
-    mixin.score = _computed_at_rest(mixin.score, is_ours, lambda llm, *_, **__: llm.pooling_task in PAIRED)
-    mixin.encode = _computed_at_rest(mixin.encode, is_ours, lambda *_, pooling_task=None, **__: pooling_task == PLUGIN)
+    _compute_at_rest(mixin, "score", is_ours, lambda llm, *_, **__: llm.pooling_task in PAIRED)
+    _compute_at_rest(mixin, "encode", is_ours, lambda *_, pooling_task=None, **__: pooling_task == PLUGIN)
 
 
-def _computed_at_rest(
-    original: Callable[..., Any], is_ours: Callable[[Any], bool], is_of_several: Callable[..., bool]
-) -> Callable[..., Any]:
-    @wraps(original)
-    def compute(llm: Any, *args: Any, **options: Any) -> Any:
+def _compute_at_rest(mixin: Any, name: str, is_ours: Callable[[Any], bool], is_of_several: Callable[..., bool]) -> None:
+    def compute(original: Any, llm: Any, *args: Any, **options: Any) -> Any:
         engine = llm.llm_engine
         if not (is_ours(engine.vllm_config) and is_of_several(llm, *args, **options)):
             return original(llm, *args, **options)
@@ -137,7 +114,7 @@ def _computed_at_rest(
                 return computed
         raise _weights_move()
 
-    return compute
+    wrap(mixin, name, compute)
 
 
 def _epoch_here(engine: Any) -> int:
@@ -149,10 +126,15 @@ def _epoch_here(engine: Any) -> int:
 
 
 async def _while_weights_rest(
-    engine: Any, compute: Callable[[int], Awaitable[T]], is_of_several: Callable[[], bool] = lambda: True
+    engine: Any,
+    compute: Callable[[int], Awaitable[T]],
+    is_ours: Callable[[Any], bool],
+    is_of_several: Callable[[], bool] = lambda: True,
 ) -> T:
-    """Compute again what was computed while the weights changed, if it is of several requests; HTTP 503 after
-    ATTEMPTS_MAX changes."""
+    """Compute again what an engine of ours computed while the weights changed, if it is of several requests; HTTP 503
+    after ATTEMPTS_MAX changes."""
+    if not is_ours(engine.vllm_config):
+        return await compute(0)
     for attempt in range(ATTEMPTS_MAX):
         before = await _epochs(engine)
         computed = await compute(attempt)
@@ -178,12 +160,10 @@ async def _epochs(engine: Any) -> list[int]:
 def scored_here(scores: Any, is_ours: Callable[[Any], bool]) -> None:
     """Wrap vLLM's ServingScores: late interaction in the API server. Workers would keep embeddings of queries from one
     request for another, and end the engine when a document comes whose query has been forgotten."""
-    original = scores.__init__
 
-    @wraps(original)
-    def init(self: Any, engine_client: Any, *args: Any, **options: Any) -> None:
+    def init(original: Any, self: Any, engine_client: Any, *args: Any, **options: Any) -> None:
         if is_ours(engine_client.vllm_config):
             options["enable_flash_late_interaction"] = False
         original(self, engine_client, *args, **options)
 
-    scores.__init__ = init
+    wrap(scores, "__init__", init)

@@ -17,7 +17,6 @@ import inspect
 import time
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from functools import wraps
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -38,6 +37,7 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.lora import BASE, PATH, adapter_of, lora_request
 from tensorhub_plugins.vllm.model_facts import differences, facts_of
+from tensorhub_plugins.vllm.plugin import wrap
 from tensorhub_plugins.vllm.worker import update_state
 from tensorhub_plugins.vllm.worker.contract import some
 from tensorhub_plugins.vllm.worker.update_state import Staged
@@ -316,16 +316,11 @@ def _read_from_memory(manager: Any) -> None:
 
     manager._lora_model_cls = FromMemory
     helper = worker_manager.PEFTHelper
-    original = helper.from_local_dir
-    if hasattr(original, "tensorhub"):
-        return
 
-    @wraps(original)
-    def from_local_dir(path: str, max_position_embeddings: int | None, *args: Any, **given: Any) -> Any:
+    def from_local_dir(original: Any, path: str, max_position_embeddings: int | None, *args: Any, **given: Any) -> Any:
         building = _building.get()
         if building is None:
             return original(path, max_position_embeddings, *args, **given)
         return helper.from_dict({**building[1], "vllm_max_position_embeddings": max_position_embeddings})
 
-    from_local_dir.tensorhub = True  # type: ignore[attr-defined]
-    helper.from_local_dir = from_local_dir
+    wrap(helper, "from_local_dir", from_local_dir)
