@@ -32,7 +32,8 @@ from tensorhub_plugins.core.client.parts import of_all_ranks
 from tensorhub_plugins.core.client.reports import Fetched
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import NotPublished, UsageError, VersionRefused
-from tensorhub_plugins.core.types import CHECKPOINT, attempt_of, step_of, version_of
+from tensorhub_plugins.core.memory.tensors import same_bytes
+from tensorhub_plugins.core.types import CHECKPOINT, ShardKey, attempt_of, step_of, version_of
 
 FOLDER = re.compile(r"weight_v(\d+)")  # by both frameworks
 OURS = ".tensorhub"  # in each folder
@@ -58,8 +59,8 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None
     if number is None:  # a run begins, with an empty folder
         return
     _check(args)
-    is_whole = _base(folder) is None
-    everything = of_all_ranks({"run": uuid.uuid4().hex, "files": _files(folder)})
+    everything = of_all_ranks({"run": uuid.uuid4().hex, "files": _written(folder), "base": _base(folder)})
+    is_whole = all(each["base"] is None for each in everything)  # one of the nodes may have the index
     ranks = len(everything)
     rank = torch.distributed.get_rank() if ranks > 1 else 0
     client = _client("trainer", "trainer", rank, ranks)
@@ -69,12 +70,15 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None
     sizes = {name: size for each in everything for name, size in each["files"].items()}
     tensors = {name: _mapped(folder / name, sizes[name]) for name in _mine(everything, rank) if sizes[name]}
     listed, content = f"{LISTED}{_run['run']}", json.dumps(sizes).encode()
-    _list(folder, listed, content)
     if rank == 0:
         tensors[listed] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     tensors = tensors or {f"{NOTHING}{rank}": torch.zeros(1, dtype=torch.uint8)}
     version = version_of(int(_run["attempt"]), number)
-    if version not in {key.version for key in client.serving()}:  # else it was asked for once more
+    offer = client.find(ShardKey(version, CHECKPOINT, rank, ranks))
+    if offer is not None and (_differs(offer.slab.tensors(), tensors) or client.recheck(version)):
+        raise UsageError(f"{folder} is on offer, and has changed: what is new takes a new number", version=version)
+    _list(folder, listed, content)
+    if offer is None:  # else it was asked for once more
         client.publish(version, tensors, copy=False, timeout_s=TIMEOUT_S)
     for offered in {key.version for key in client.serving()} - {version}:
         former = folder.with_name(f"weight_v{step_of(offered):06d}")
@@ -104,10 +108,10 @@ def fetch(source_dir: str, target_version: int) -> None:
             if not listed or not _is_here(folder, listed):
                 version, listed = _bring(folder, number)
                 newest = max(newest, version)
+                for offered in {key.version for key in _reader().serving()}:  # now: a late host reads very many deltas
+                    if offered <= newest - KEPT:
+                        _reader().unpublish(offered)
             whole, number = number, _base(folder)
-        for offered in {key.version for key in _reader().serving()} if newest else ():
-            if offered <= newest - KEPT:
-                _reader().unpublish(offered)
         for folder in source.glob("weight_v*"):
             if (folder / BROUGHT).is_file() and (_number(folder) or 0) <= whole - KEPT:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -158,7 +162,7 @@ def _write(fetched: Fetched, folder: Path, listed: str) -> None:
     if wrong:
         raise VersionRefused(f"{wrong[0]!r} is not as it was listed", version=fetched.version)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as made:
-        for name in (listed, BROUGHT, *sizes):
+        for name in (*sizes, BROUGHT, listed):  # which is the newest, see `_written`
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts:
                 raise VersionRefused(f"{name!r} is no file of a folder", version=fetched.version)
@@ -185,6 +189,15 @@ def _files(folder: Path) -> dict[str, int]:
     return {name: sizes[name] for name in sorted(sizes) if not name.startswith(f"{OURS}/")}
 
 
+def _written(folder: Path) -> dict[str, int]:
+    """Return the sizes of this run's files. Those that a former run has left between them, on a disk that was not
+    cleared, are older than its list."""
+    listed = [path for path in folder.glob(f"{LISTED}*") if path.name != f"files-{_run.get('run')}"]
+    since = max((path.stat().st_ctime_ns for path in listed), default=0)
+    files = _files(folder)
+    return {name: files[name] for name in files if (folder / name).stat().st_ctime_ns > since} or files
+
+
 def _base(folder: Path) -> int | None:
     """Return the number of the version that this one is a delta to; None: it is a whole checkpoint."""
     try:
@@ -201,7 +214,7 @@ def _base(folder: Path) -> int | None:
 
 def _list(folder: Path, listed: str, content: bytes) -> None:
     """Write into a folder which files it has when it is whole: each rank does, with the same bytes."""
-    (folder / OURS).mkdir(exist_ok=True)
+    (folder / OURS).mkdir(parents=True, exist_ok=True)  # no rank of this node may have written a file
     made = folder / OURS / uuid.uuid4().hex
     made.write_bytes(content)
     os.replace(made, folder / listed)
@@ -221,6 +234,13 @@ def _alone(source: Path) -> Iterator[None]:
     with open(source / ".tensorhub.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _differs(offered: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> bool:
+    """Return whether files have changed; the sizes first: of a file that was cut off the rest cannot be read."""
+    if {name: each.nbytes for name, each in offered.items()} != {name: each.nbytes for name, each in found.items()}:
+        return True
+    return not all(same_bytes(offered[name], found[name]) for name in found)
 
 
 def _mapped(path: Path, size: int) -> torch.Tensor:

@@ -222,6 +222,55 @@ def test_a_trainers_node_with_a_part_of_the_files_gets_the_others(host: Callable
     assert same(node, trainer, 1) and not list(node.folder.glob(".weight*"))
 
 
+def test_a_late_host_has_no_more_deltas_in_memory_than_an_early_one(
+    host: Callable[[str], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, late = host("trainer"), host("late")
+    for number in range(1, 9):
+        trainer.publish(trainer.write(number, {"d": os.urandom(100 + number)}, base=number - 1))
+    write, held = folders._write, list[int]()
+    monkeypatch.setattr(folders, "_write", lambda *given: (held.append(len(late.serving("rollout"))), write(*given)))
+    late.fetch(8)
+    assert held == [1, 2, *[folders.KEPT + 1] * 6] and late.serving("rollout") == [7, 8]
+    assert len(trainer.serving("trainer")) == 8  # the control
+
+
+@pytest.mark.parametrize("how", ["in place", "another file", "cut off"])
+def test_a_folder_on_offer_that_has_changed_is_refused(how: str, host: Callable[[str], Host]) -> None:
+    trainer = host("trainer")
+    made = trainer.write(1, {"w": b"1" * 1000})
+    trainer.publish(made)
+    trainer.publish(trainer.write(1, {"w": b"1" * 1000}))  # the control: the same was written again
+    if how == "another file":
+        (made / "w").unlink()
+    (made / "w").write_bytes(b"2" * (10 if how == "cut off" else 1000))
+    with pytest.raises(UsageError, match="takes a new number"):
+        trainer.publish(made)
+    trainer.publish(trainer.write(2, {"w": b"2"}))
+
+
+def test_what_a_former_run_has_left_in_a_folder_is_not_of_this_run(host: Callable[[str], Host]) -> None:
+    """Whether that run has written it or read it. A folder that was not written to is offered again as it is."""
+    before, near, rollout = host("before"), host("near"), host("rollout")
+    before.publish(before.write(1, {"a": b"1", "b": b"1"}))
+    near.fetch(1)
+    for each in (before, near):
+        each.close()
+        made = each.folder / "weight_v000001"
+        each.publish(made)
+        rollout.fetch(1)
+        assert content(rollout.folder / "weight_v000001").keys() == {"a", "b", folders.INDEX}  # the control
+        each.close()
+        listed = max(path.stat().st_ctime_ns for path in made.glob(f"{folders.LISTED}*"))
+        each.write(1, {"b": b"2"})
+        while (made / "b").stat().st_ctime_ns <= listed or (made / folders.INDEX).stat().st_ctime_ns <= listed:
+            each.write(1, {"b": b"2"})  # the clock of files is a coarse one
+        each.publish(made)
+        rollout.fetch(1)
+        assert content(rollout.folder / "weight_v000001").keys() == {"b", folders.INDEX}
+        each.close()
+
+
 @pytest.mark.parametrize(
     ("described", "says"),
     [
@@ -269,15 +318,42 @@ def test_each_rank_offers_what_it_sees(shared: bool, host: Callable[[str], Host]
     other = made if shared else nodes[1].write(1, {name: files[name] for name in list(files)[3:]})
     if not shared:
         (other / folders.INDEX).unlink()  # rank 0 alone writes it
-    with started(__file__, 2, tmp_path / "meeting", made, other):
+    with started(__file__, 2, tmp_path / "meeting", 1, made.parent, other.parent):
         rollout.fetch(1)
     found = content(rollout.folder / "weight_v000001")
     assert {name: found[name] for name in files} == files and found.keys() == files.keys() | {folders.INDEX}
 
 
-def _rank(rank: int, meeting: str, *of_ranks: str) -> None:
+def test_deltas_stay_where_one_node_has_the_index_and_another_no_file(
+    host: Callable[[str], Host], tmp_path: Path
+) -> None:
+    from torch_ranks import await_version, started
+
+    late, later, nodes = host("late"), host("later"), [host("node-0"), host("node-1")]
+    for number in (1, 2, 3):
+        nodes[0].write(number, {"model-0": os.urandom(100)}, base=number - 1)
+    nodes[1].folder.joinpath("weight_v000001").mkdir()
+    nodes[1].folder.joinpath("weight_v000001", "model-1").write_bytes(b"1")
+    with started(__file__, 2, tmp_path / "meeting", 5, *(node.folder for node in nodes)) as ranks:
+        with Client(os.environ["TENSORHUB_HUB"], run=os.environ["TENSORHUB_RUN"], model="actor", replica="x") as reader:
+            await_version(reader, 3, ranks, 60)
+            late.fetch(3)
+            assert same(late, nodes[0], 3) and (late.folder / "weight_v000001" / "model-1").read_bytes() == b"1"
+            for number in (4, 5):
+                nodes[0].write(number, {"model-0": b"4"})
+            for rank in ranks:
+                print(file=rank.stdin, flush=True)
+            await_version(reader, 5, ranks, 60)
+        with pytest.raises(TensorHubError, match="have the trainer write a whole checkpoint"):  # the control
+            later.fetch(1)
+
+
+def _rank(rank: int, meeting: str, count: str, *disks: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    folders.publish(None, of_ranks[rank], [])
+    for number in range(1, int(count) + 1):
+        if number == 4:
+            sys.stdin.readline()
+        folders.publish(None, f"{disks[rank]}/weight_v{number:06d}", [])
     sys.stdin.readline()
 
 
