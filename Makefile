@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help fuzz env docs demo demo-elastic demo-openrlhf check quick test test-all test-kills test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-trl test-megatron test-fleet \
+.PHONY: help fuzz env docs demo demo-elastic demo-openrlhf check quick test test-all test-kills test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-trl test-vllm-0.33 test-megatron test-fleet \
 	test-deploy test-rdma test-gpu bench-gpu test-sim chaos mutants lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
@@ -102,13 +102,20 @@ test-vllm-in-vllm-next-cpu: VLLM_TESTS = tests/adapters/test_vllm_*.py
 # It is what verl itself pins: verl's demo, too.
 test-vllm-in-vllm-0.24-cpu: VLLM_DEMO = python -m recipes.demo --size tiny --steps 5 --control-steps 4
 
-test-vllm-versions: $(addprefix test-vllm-in-,$(VLLM_VERSIONS)) ## real engines of vLLM 0.24, 0.29 and 0.32, each in its own environment
+test-vllm-versions: $(addprefix test-vllm-in-,$(VLLM_VERSIONS)) test-vllm-0.33 ## real engines of vLLM 0.24, 0.29, 0.32 and 0.33
 
 # Engines of 0.24 start half as fast.
 test-vllm-in-%:
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -v -o timeout=400 $(VLLM_TESTS)
 	$(VLLM_DEMO)
+
+# There is no build of it for CPUs: its Python, over the kernels of 0.32's.
+test-vllm-0.33: ENVIRONMENT = vllm-next-cpu
+test-vllm-0.33:
+	@$(IN_ENV); [ -d .envs/vllm-0.33 ] || python recipes/environments/python_of.py vllm==0.33.0 .envs/vllm-0.33
+	export OMP_NUM_THREADS=1 PYTHONPATH="$$PWD/.envs/vllm-0.33"
+	python -m pytest -v -o timeout=400 $(VLLM_TESTS)
 
 test-openrlhf: ## the tests that run OpenRLHF, in its own environment
 	@$(IN_ENV); export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PYTHONPATH="$$PWD/recipes/cpu/openrlhf"
