@@ -410,6 +410,7 @@ def test_engines_have_a_kind_in_common_that_differ_only_in_what_no_compiler_sees
 @pytest.mark.timeout(1200)
 def test_an_engine_uses_what_another_one_has_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     from vllm_engines import make_model
 
     from recipes.bench.vllm_start.compiled import engine, wait_until_offered
