@@ -215,7 +215,8 @@ class Recovery:
             fetched.release()
 
     def _root(self, manifests: Mapping[int, Manifest]) -> str:
-        return manifests[self._publisher.rank].root().hex()
+        own = manifests.get(self._publisher.rank)  # None: it was published by fewer ranks
+        return "" if own is None else own.root().hex()
 
     def _say(self, fetched: Fetched, held: list[Held], seconds: float) -> None:
         report = fetched.report

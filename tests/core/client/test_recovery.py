@@ -168,6 +168,27 @@ def test_the_newest_are_taken_where_that_is_asked_for_and_it_is_said_what_is_mix
         assert "OLDER" not in caplog.text
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_newest_may_be_of_another_number_of_ranks(address: str, killed: Path, keeper: Client, ranks: int) -> None:
+    """As after a run has gone on with fewer or more of them, without a checkpoint of its own."""
+    parts = [Model(rank, 7).parts for rank in range(RANKS)]
+    whole = {
+        name: torch.cat([tensor, *[each[name][2] for each in parts[1:] if start + tensor.numel() < shape.numel()]])
+        for name, (shape, start, tensor) in parts[0].items()
+    }
+    with ExitStack() as stack:
+        for rank in range(ranks):
+            joined = Client(address, run="r", model="m", replica="trainer", shard=rank, shard_count=ranks)
+            client = stack.enter_context(joined)
+            publisher = Publisher(client, rank=rank, ranks=ranks, worker=f"t/{rank}", keep=1, timeout_s=TIMEOUT_S)
+            publisher.publish(7, [(name, whole[name].view(parts[0][name][0])) for name in whole])
+        keeper.fetch(7, serve=True)
+    with life(address, "latest") as second:
+        assert second.resume(killed) and second.has(7) and second.is_mixed
+    with life(address) as third:  # the control
+        assert third.resume(killed) and third.has(4) and not third.is_mixed
+
+
 @pytest.mark.parametrize("retain", [(2, "host"), None])
 def test_the_version_of_the_last_checkpoint_is_retained_where_copies_are(
     address: str, tmp_path: Path, keeper: Client, retain: Any
