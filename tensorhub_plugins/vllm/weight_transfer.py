@@ -26,7 +26,6 @@ For servers that follow by themselves (engine/core_follower.py), client=Followin
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,17 +44,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from tensorhub_plugins.core import LATEST, Client, TensorHubError, UsageError, contiguous_spec, settle_host, version_of
-from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.config import WorkerConfig, configure, is_further_rank
 from tensorhub_plugins.vllm.plugin import register
 from tensorhub_plugins.vllm.worker import cpu
 from tensorhub_plugins.vllm.worker.extension import extend, join
 from tensorhub_plugins.vllm.worker.updater import Updater
-
-logger = get_logger(__name__)
-
-LINGER_POLL_INTERVAL_S = 0.1
 
 
 @dataclass
@@ -205,30 +199,26 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         self._store.publish(version, slab, strict=True)
         self._version = version
         self._held.append(version)
+        self._keep(2)  # engines that take none for long may go on from the last one, and need no others
         self.client.start_weight_update()
         self.client.update_weights({"version": version})
         self.client.finish_weight_update(str(version))
-        while self._held[0] != version:
-            self._store.unpublish(self._held.pop(0))
+        self._keep(1)
 
     def shutdown(self) -> None:
         """Leave the store, once another worker holds the last version (or `linger_s` is over)."""
         if self._store is None:
             return
-        end = time.monotonic() + self._linger_s
         with suppress(TensorHubError):
-            while self._held and not self._is_held_elsewhere():
-                if time.monotonic() >= end:
-                    logger.warning("version %d is lost with the trainer: no worker has read it", self._version)
-                    break
-                time.sleep(LINGER_POLL_INTERVAL_S)
+            self._store.versions()  # without a hub nothing finds another worker
+            self._store.hand_over(self._linger_s)
         self._store.close()
 
-    def _is_held_elsewhere(self) -> bool:
+    def _keep(self, newest: int) -> None:
         assert self._store is not None
-        held = {info.version: info.layouts for info in self._store.versions()}.get(self._version, {})
-        me = f"{self._store.replica}/{self._store.shard}"
-        return any(worker != me for workers in held.values() for worker in workers)
+        while len(self._held) > newest:
+            self._store.unpublish(self._held[0])
+            self._held.pop(0)
 
 
 class CheckpointSource(WeightSource):

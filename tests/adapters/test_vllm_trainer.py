@@ -52,7 +52,7 @@ def test_a_trainer_whom_nobody_reads_leaves_all_the_same(hub: Server, caplog: py
     began = time.monotonic()
     engine.shutdown()
     assert time.monotonic() - began >= 0.3
-    assert "version 1 is lost with the trainer" in caplog.text
+    assert "leaving with version 1: it is the last copy" in caplog.text
     with Client(hub.address, run="default", model="actor", replica="late") as late:
         assert not any(info.visible for info in late.versions())
 
@@ -111,7 +111,30 @@ def test_a_version_that_the_engines_did_not_take_is_taken_back_with_the_next(hub
         assert [info.version for info in reader.versions() if info.visible] == [1, 2]  # the engines have 1 still
         engine.send_weights()
         assert [info.version for info in reader.versions() if info.visible] == [3]
+        engine.client = Refuses()
+        for newest in (4, 5, 6):  # a loop that goes on all the same: its memory is bounded
+            with pytest.raises(RuntimeError, match="injected"):
+                engine.send_weights()
+            assert [info.version for info in reader.versions() if info.visible] == [newest - 1, newest]
     engine.shutdown()
+
+
+def test_a_part_of_the_last_version_elsewhere_is_no_copy_of_it(hub: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """As the first of two workers of an engine has it, when the other one has failed."""
+    engine = trainer(hub, linger_s=0.2)
+    engine.send_weights()
+    part = {"engine.weight": torch.zeros(3)}
+    with Client(hub.address, run="default", model="actor", replica="engine", shard=0, shard_count=2) as half:
+        half.publish(1, part, "runtime-of-two")
+        engine.shutdown()
+        assert "leaving with version 1: it is the last copy" in caplog.text
+    caplog.clear()
+    again = trainer(hub, linger_s=60.0)
+    again.send_weights()
+    with Client(hub.address, run="default", model="actor", replica="reader") as reader:  # the control
+        reader.fetch(reader.wait(timeout_s=10.0), serve=True)
+        again.shutdown()
+    assert "leaving with" not in caplog.text
 
 
 class Since033:
