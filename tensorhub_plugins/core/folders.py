@@ -75,7 +75,8 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None
     tensors = tensors or {f"{NOTHING}{rank}": torch.zeros(1, dtype=torch.uint8)}
     version = version_of(int(_run["attempt"]), number)
     offer = client.find(ShardKey(version, CHECKPOINT, rank, ranks))
-    if offer is not None and (_differs(offer.slab.tensors(), tensors) or client.recheck(version)):
+    here = everything[rank]["files"]
+    if offer is not None and (_differs(folder, here, offer.slab.tensors(), sizes) or client.recheck(version)):
         raise UsageError(f"{folder} is on offer, and has changed: what is new takes a new number", version=version)
     _list(folder, listed, content)
     if offer is None:  # else it was asked for once more
@@ -236,11 +237,14 @@ def _alone(source: Path) -> Iterator[None]:
         yield
 
 
-def _differs(offered: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> bool:
-    """Return whether files have changed; the sizes first: of a file that was cut off the rest cannot be read."""
-    if {name: each.nbytes for name, each in offered.items()} != {name: each.nbytes for name, each in found.items()}:
+def _differs(folder: Path, here: dict[str, int], offered: dict[str, torch.Tensor], sizes: dict[str, int]) -> bool:
+    """Return whether files have changed, of which this rank offers these. here: the sizes on this node, which come
+    first: of a file that was cut off the rest cannot be read. There may be more than were written: an engine's."""
+    files = {name: tensor for name, tensor in offered.items() if not name.startswith(f"{OURS}/")}
+    lists = [json.loads(offered[name].numpy().tobytes()) for name in offered if name.startswith(LISTED)]
+    if lists not in ([], [sizes]) or any(here.get(name) != tensor.nbytes for name, tensor in files.items()):
         return True
-    return not all(same_bytes(offered[name], found[name]) for name in found)
+    return not all(same_bytes(tensor, _mapped(folder / name, here[name])) for name, tensor in files.items())
 
 
 def _mapped(path: Path, size: int) -> torch.Tensor:

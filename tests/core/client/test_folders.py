@@ -339,6 +339,7 @@ def test_deltas_stay_where_one_node_has_the_index_and_another_no_file(
             await_version(reader, 3, ranks, 60)
             late.fetch(3)
             assert same(late, nodes[0], 3) and (late.folder / "weight_v000001" / "model-1").read_bytes() == b"1"
+            nodes[1].fetch(3)  # an engine there: all files are on both nodes now
             for number in (4, 5):
                 nodes[0].write(number, {"model-0": b"4"})
             for rank in ranks:
@@ -353,6 +354,7 @@ def _rank(rank: int, meeting: str, count: str, *disks: str) -> None:
     for number in range(1, int(count) + 1):
         if number == 4:
             sys.stdin.readline()
+            folders.publish(None, f"{disks[rank]}/weight_v000003", [])  # once more
         folders.publish(None, f"{disks[rank]}/weight_v{number:06d}", [])
     sys.stdin.readline()
 
