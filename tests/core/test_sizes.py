@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 4_295,
-    "core/client": 5_710,
+    "core/client": 5_700,
     "core/deltas": 685,
     "core/hub": 5_545,
     "core/kernels": 560,
@@ -21,12 +21,12 @@ CEILINGS = {
     "core/protocol": 1_160,
     "core/security": 720,
     "core/transfer": 1_947,
-    "core/transports": 7_325,
-    "openrlhf": 2_510,
-    "verl": 4_060,
-    "vllm": 9_065,
+    "core/transports": 7_295,
+    "openrlhf": 2_475,
+    "verl": 3_985,
+    "vllm": 9_040,
     "vllm/doctor": 860,
-    "vllm/worker": 5_270,
+    "vllm/worker": 5_255,
 }
 ROOM, ROOM_LINES = 0.1, 150  # below a ceiling, as a part of it or in lines: for changes that need no reason
 INIT_LINES_MAX = 40  # of a file beside the folders: __init__.py

@@ -171,9 +171,7 @@ class Client(OfThisProcess):
         """
         allowed = Allowed.begin(timeout_s, tensors)
         arguments.check_flags(copy=copy, strict=strict)
-        key = types.ShardKey(
-            types.check_version(version), types.check_name("layout", layout), self.shard, self.shard_count
-        )
+        key = self._key(version, layout)
         with allowed.naming(version):
             self._check_open()
             self._serving.check(key)
@@ -325,9 +323,7 @@ class Client(OfThisProcess):
 
     def abandon(self, version: int, layout: str) -> None:
         """Abandon a conversion that `fetch` assigned to this worker; another is chosen. Does not wait for the hub."""
-        key = types.ShardKey(
-            types.check_version(version), types.check_name("layout", layout), self.shard, self.shard_count
-        )
+        key = self._key(version, layout)
         check_not_forked(self._pid, "client")
         self._hub.ask(lambda number: messages.Abandon(number, key), Deadline.after(BACKGROUND_TIMEOUT_S))
 
@@ -491,6 +487,10 @@ class Client(OfThisProcess):
         self.close()
 
     # --- inside ---
+
+    def _key(self, version: int, layout: str) -> types.ShardKey:
+        number = types.check_version(version)
+        return types.ShardKey(number, types.check_name("layout", layout), self.shard, self.shard_count)
 
     def _hello(self, run: str, model: str, told: advertised.Advertised) -> messages.Hello:
         """Start to serve; return the Hello with this worker's identity and endpoints."""

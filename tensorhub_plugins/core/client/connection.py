@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one only since Python 3.11
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 import zmq
@@ -41,6 +41,9 @@ from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transfer.unreached import Unreached
 from tensorhub_plugins.core.types import NOTHING, Came, printable
+
+if TYPE_CHECKING:
+    from tensorhub_plugins.core.client.copies import Copies
 
 log = logging.getLogger("tensorhub.client")
 SaidT = TypeVar("SaidT", messages.Hello, session.Request)
@@ -81,16 +84,6 @@ def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """Terminate it, which takes as long as ZeroMQ's own thread; the caller waits only for the Bye to be sent."""
     with contextlib.suppress(FutureTimeout, OSError):
         aside(context.term).result(TERM_S)
-
-
-class Copies(Protocol):
-    """The copies that this worker holds because the hub asks for them."""
-
-    def hold(self, version: int) -> None:
-        """Read this version and hold it."""
-
-    def room_bytes(self) -> int:
-        """Return the bytes that are free for more copies."""
 
 
 class HubLink:

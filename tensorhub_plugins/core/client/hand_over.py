@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.types import ShardKey
+
+if TYPE_CHECKING:
+    from tensorhub_plugins.core.client.client import Client
 
 logger = logging.getLogger("tensorhub.client")
 
@@ -16,17 +18,7 @@ POLL_INTERVAL_S = 0.05
 LAST_S = 0.1  # that an unpublish is given at least
 
 
-class Leaving(Protocol):
-    """The methods of a client that are needed."""
-
-    def serving(self) -> list[ShardKey]:
-        """Return the shards that it offers."""
-
-    def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float) -> Any:
-        """Stop offering a version."""
-
-
-def hand_over(client: Leaving, timeout_s: float) -> bool:
+def hand_over(client: Client, timeout_s: float) -> bool:
     """Prepare to leave, as `Client.hand_over`."""
     deadline = Deadline.after(timeout_s)
     problems: dict[int, TensorHubError | None] = {}  # for each version that was unpublished
@@ -53,6 +45,6 @@ def hand_over(client: Leaving, timeout_s: float) -> bool:
     return not left
 
 
-def _versions(client: Leaving) -> list[int]:
+def _versions(client: Client) -> list[int]:
     """Return the versions that it offers, newest first."""
     return sorted({key.version for key in client.serving()}, reverse=True)

@@ -151,8 +151,7 @@ class Serving:
         """Unpublish copies that, as the hub says, need not be retained any more. Does not block."""
         with self._changed:
             ticket = self._shelf.may_release(keys)
-        with suppress(RuntimeError):  # closed meanwhile
-            self._background.submit(self._release, ticket)
+        self._soon(self._release, ticket)
 
     def release_borrowed(self) -> None:
         """Stop offering what is in borrowed memory, so that its owner may reuse that. Does not block."""
@@ -161,20 +160,17 @@ class Serving:
             keys = [k for k, entry in entries if entry.offer.slab.borrowed is not None and not entry.is_arriving]
             ticket = {key: number for each in keys for key, number in self._shelf.offering(each).items()}
         if ticket:
-            with suppress(RuntimeError):  # closed meanwhile
-                self._background.submit(self._release, ticket)
+            self._soon(self._release, ticket)
 
     def release_copies(self, version: int) -> None:
         """Unpublish what was read for others: the hub says whether and how long it has to stay. Does not block."""
         with self._changed:
             ticket = self._shelf.copies(version)
-        with suppress(RuntimeError):  # closed meanwhile
-            self._background.submit(self._release, ticket)
+        self._soon(self._release, ticket)
 
     def supersede(self, lineage: Lineage) -> None:
         """Withdraw what a newer attempt of the trainer has superseded. Does not block."""
-        with suppress(RuntimeError):  # closed meanwhile
-            self._background.submit(self._drop_superseded, lineage)
+        self._soon(self._drop_superseded, lineage)
 
     def _drop_superseded(self, lineage: Lineage) -> None:
         with self._changed:
@@ -234,11 +230,10 @@ class Serving:
     def doubt(self, effect: Doubted | Disowned) -> None:
         """Handle a reader's report that it got other bytes than were published, or the hub's that it does not accept a
         shard. Does not block."""
-        with suppress(RuntimeError):  # closed meanwhile
-            if isinstance(effect, Doubted):
-                self._background.submit(self._look_into, effect.key, effect.segments)
-            else:
-                self._background.submit(self._disown, effect)
+        if isinstance(effect, Doubted):
+            self._soon(self._look_into, effect.key, effect.segments)
+        else:
+            self._soon(self._disown, effect)
 
     def _disown(self, effect: Disowned) -> None:
         """Withdraw a shard: the hub sends no reader here for it, and its number may mean other bytes there."""
@@ -491,6 +486,11 @@ class Serving:
         self._carry_out(effects)
 
     # --- inside ---
+
+    def _soon(self, work: Callable[..., None], *about: object) -> None:
+        """Do this in the background, unless it is closed. Does not block."""
+        with suppress(RuntimeError):
+            self._background.submit(work, *about)
 
     def _carry_out(
         self, effects: list[shelf.Effect[Offer]], deadline: Deadline = NEVER

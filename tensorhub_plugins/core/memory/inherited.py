@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.memory.loans import map_at
 from tensorhub_plugins.core.memory.slab import Slab
 
-
-class Holds(Protocol):
-    """A pool of slabs, which it uses again."""
-
-    def held(self) -> Iterable[Slab]:
-        """Return those whose bytes a caller uses."""
+if TYPE_CHECKING:
+    from tensorhub_plugins.core.memory.pool import SlabPool
 
 
 class _Inherited(NamedTuple):
@@ -36,11 +31,11 @@ class _Inherited(NamedTuple):
     loan_fd: int
 
 
-_holders: WeakSet[Holds] = WeakSet()
+_holders: WeakSet[SlabPool] = WeakSet()
 _now = threading.local()  # what this thread, which forks, passes on
 
 
-def pass_on(holder: Holds) -> None:
+def pass_on(holder: SlabPool) -> None:
     """Have forked children keep what this pool holds, from now on."""
     _watch()
     _holders.add(holder)

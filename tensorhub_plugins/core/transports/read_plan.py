@@ -135,13 +135,19 @@ class ReadPlan:
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield (offset in the target or UNWANTED, size) of the parts of a source range."""
-        index = bisect_right(self._starts, start) - 1
-        while start < stop:
-            end = min(stop, self._starts[index + 1]) if index + 1 < len(self._starts) else stop
+        for index, skip, size_bytes in parts_in(self._starts, start, stop):
             offset = self._offsets[index]
-            yield (offset if offset == UNWANTED else offset + start - self._starts[index]), end - start
-            start = end
-            index += 1
+            yield (offset if offset == UNWANTED else offset + skip), size_bytes
+
+
+def parts_in(starts: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts of a range of a stream whose pieces begin at these offsets: a piece's index, how many of its
+    bytes come before the part, and the part's size."""
+    index = bisect_right(starts, start) - 1
+    while start < stop:
+        end = min(stop, starts[index + 1]) if index + 1 < len(starts) else stop
+        yield index, start - starts[index], end - start
+        start, index = end, index + 1
 
 
 def _with_spill(pieces: Sequence[tuple[int, int]], views: Sequence[memoryview]) -> list[memoryview]:

@@ -19,7 +19,6 @@ from tensorhub_plugins.core.manifest import SHARD_SIZE_BYTES_MAX, Manifest
 from tensorhub_plugins.core.protocol.advertised import hosts_of
 from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security.leases import Gate
-from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.pump import OrderedWork, pump
@@ -30,7 +29,7 @@ from tensorhub_plugins.core.transports.stream.messages import DELTA, SEGMENT
 from tensorhub_plugins.core.transports.stream.patches import Patches
 from tensorhub_plugins.core.transports.stream.several import connect_all, pump_all
 from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
-from tensorhub_plugins.core.transports.stream.source import SourceBackend, StreamServer
+from tensorhub_plugins.core.transports.stream.source import SourceBackend
 from tensorhub_plugins.core.transports.stream.tcp_socket import LOOPBACK, connect, listen, tune
 
 STREAMS_MAX = 16
@@ -62,7 +61,7 @@ class TcpTransport(SocketTransport):
         limits: TransportLimits = DEFAULT_LIMITS,
         gate: Gate | None = None,
     ) -> None:
-        super().__init__(limits)
+        super().__init__(limits, gate)
         if not 1 <= streams <= STREAMS_MAX:
             raise UsageError(f"streams must be between 1 and {STREAMS_MAX}, not {streams}")
         self._hosts = hosts_of(LOOPBACK if advertise_host is None else advertise_host)
@@ -71,20 +70,16 @@ class TcpTransport(SocketTransport):
         if offload_size_bytes is None:
             offload_size_bytes = OFFLOAD_SIZE_BYTES if cores() >= OFFLOAD_CORES else SHARD_SIZE_BYTES_MAX
         self._offload_size_bytes = offload_size_bytes
-        self._gate = gate
         self._channel: Callable[..., Channel] = Channel
-        self._source = TcpSource()
+        self._source: SourceBackend = TcpSource()
 
     @staticmethod
     def available() -> str | None:
         return None
 
-    def serve(self, shelf: Shelf) -> str:
-        self._check_may_serve()
+    def _listen(self) -> tuple[list[socket.socket], str]:
         listeners = listen(self._hosts, self._ports)
-        port = listeners[0].getsockname()[1]
-        self._server = StreamServer(listeners, shelf, self._source, self._limits, self._gate)
-        return format_address(self.name, self._hosts[0], port)
+        return listeners, format_address(self.name, self._hosts[0], listeners[0].getsockname()[1])
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> TcpLink:
         self._check_open()
@@ -195,12 +190,6 @@ class TcpSource(SourceBackend):
     def accept_peer(self, sock: socket.socket) -> str:
         tune(sock)
         return format_address(self.name, *sock.getpeername()[:2])
-
-    def refusal(self, offer: Offer) -> str | None:
-        return None
-
-    def send_memory(self, channel: Channel, offer: Offer, deadline: float, *, lends: bool = False) -> None:
-        pass
 
     def segment_payload(
         self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float

@@ -20,6 +20,7 @@ from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.process import Descriptor
 from tensorhub_plugins.core.transports.cuda_ipc.driver import Allocation, Ipc, NotShareable
 from tensorhub_plugins.core.transports.cuda_ipc.messages import ALLOCATIONS_MAX, EXTENT_WORDS, SourceMemory
+from tensorhub_plugins.core.transports.read_plan import parts_in
 
 _log = logging.getLogger(__name__)
 
@@ -109,17 +110,10 @@ class OpenMemory:
 
     def flats(self, start: int, stop: int) -> list[torch.Tensor]:
         """Return the memory of a range of the stream, in order, as uint8 tensors."""
-        if start == stop:
-            return []
-        first = bisect_right(self._starts, start) - 1
         found = []
-        while start < stop:
-            block, offset, size_bytes = map(int, self._extents[first])
-            skip = start - self._starts[first]
-            take = min(size_bytes, skip + stop - start)
-            found.append(self._blocks[block][offset + skip : offset + take])
-            start += take - skip
-            first += 1
+        for index, skip, size_bytes in parts_in(self._starts, start, stop):
+            block, offset, _ = map(int, self._extents[index])
+            found.append(self._blocks[block][offset + skip : offset + skip + size_bytes])
         return found
 
 

@@ -41,11 +41,6 @@ class CudaIpcSource(SourceBackend):
         channel.send_message(exported.memory, deadline)
         channel.send_descriptors([exported.owner_liveness_fd], deadline)
 
-    def segment_payload(
-        self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float
-    ) -> list[memoryview]:
-        return []
-
     def ready_batch_max(self, channel: Channel) -> int:
         return READY_MAX
 

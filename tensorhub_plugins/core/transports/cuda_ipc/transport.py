@@ -15,10 +15,12 @@ reason: the next transport serves it.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
@@ -39,7 +41,7 @@ from tensorhub_plugins.core.transports.cuda_ipc.driver import CudaIpc, Ipc, NotS
 from tensorhub_plugins.core.transports.cuda_ipc.memory import OpenMemory, check_memory
 from tensorhub_plugins.core.transports.cuda_ipc.messages import SourceMemory, memory_decoder
 from tensorhub_plugins.core.transports.cuda_ipc.source import CudaIpcSource
-from tensorhub_plugins.core.transports.interface import NotServable, Shelf
+from tensorhub_plugins.core.transports.interface import NotServable
 from tensorhub_plugins.core.transports.kept import Kept
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.pump import pump
@@ -50,7 +52,6 @@ from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnect
 from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
 from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX, StreamOpened
 from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
-from tensorhub_plugins.core.transports.stream.source import StreamServer
 
 SCHEME = "cuda_ipc://"
 THREADS = 2  # one waits for its copy, or finishes digests, while the other queues the next
@@ -72,9 +73,9 @@ class CudaIpcTransport(SocketTransport):
         limits: TransportLimits = DEFAULT_LIMITS,
         gate: Gate | None = None,
     ) -> None:
-        super().__init__(limits)
+        super().__init__(limits, gate)
         self._ipc: Ipc = CudaIpc() if ipc is None else ipc
-        self._gate = gate
+        self._source = CudaIpcSource(self._ipc)
         self._lock = threading.Lock()
         self._streams: dict[Device, Stream] = {}
         self._open: Kept[tuple[bytes, str], OpenMemory] = Kept("tensorhub-cuda-ipc-open", OPEN_MAX)
@@ -85,11 +86,8 @@ class CudaIpcTransport(SocketTransport):
     def available() -> str | None:
         return CudaIpc.unavailable() or (None if drivers.is_there() else "torch finds no CUDA device")
 
-    def serve(self, shelf: Shelf) -> str:
-        self._check_may_serve()
-        listener, endpoint = unix_socket.listen(SCHEME)
-        self._server = StreamServer([listener], shelf, CudaIpcSource(self._ipc), self._limits, self._gate)
-        return endpoint
+    def _listen(self) -> tuple[list[socket.socket], str]:
+        return unix_socket.listen(SCHEME)
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> CudaIpcLink:
         self._check_open()
@@ -176,62 +174,54 @@ class CudaIpcLink(SocketLink):
         return pump(stream, segments, self._additional)
 
 
+@dataclass
 class _Batch:
     """The way in which the segments of one read are copied."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        source: OpenMemory,
-        device: Device,
-        stream: Stream,
-        manifest: Manifest,
-        plan: ReadPlan,
-    ) -> None:
-        self._channel = channel
-        self._source = source
-        self._device = device
-        self._stream = stream
-        self._manifest = manifest
-        self._plan = plan
+    channel: Channel
+    source: OpenMemory
+    device: Device
+    stream: Stream
+    manifest: Manifest
+    plan: ReadPlan
 
     def copy(self, segments: list[int]) -> list[int]:
         """Copy the segments, and return when they are in place and digested."""
         for first, end in runs_of(segments):
-            start, stop = self._manifest.segment_range(first)[0], self._manifest.segment_range(end - 1)[1]
-            if self._plan.target.device is None:
+            start, stop = self.manifest.segment_range(first)[0], self.manifest.segment_range(end - 1)[1]
+            if self.plan.target.device is None:
                 self._to_host(range(first, end), start, stop)
-            elif self._plan.computes:
+            elif self.plan.computes:
                 self._by_the_stage(range(first, end), start, stop)
             else:
                 pairs: list[Pair] = []
-                for at, flat in self._plan.flats(start, stop):
-                    pairs += _cut(self._source.flats(start + at, start + at + flat.numel()), flat)
-                copy_pairs(self._device, self._stream, pairs)
+                for at, flat in self.plan.flats(start, stop):
+                    pairs += _cut(self.source.flats(start + at, start + at + flat.numel()), flat)
+                copy_pairs(self.device, self.stream, pairs)
         return segments
 
     def _to_host(self, segments: range, start: int, stop: int) -> None:
-        sources, places = self._source.flats(start, stop), self._plan.addresses(start, stop)
+        sources, places = self.source.flats(start, stop), self.plan.addresses(start, stop)
         with ExitStack() as stack:
-            views = [view for segment in segments for view in stack.enter_context(self._plan.receiving(segment))]
+            views = [view for segment in segments for view in stack.enter_context(self.plan.receiving(segment))]
             if places is not None and len(places) == 1:
                 address, size_bytes = map(int, places[0])
-                self._device.down(sources, torch.frombuffer(memory_at(address, size_bytes), dtype=torch.uint8))
+                self.device.down(sources, torch.frombuffer(memory_at(address, size_bytes), dtype=torch.uint8))
             else:
-                host = self._device.buffer(stop - start)
-                self._device.down(sources, host)
+                host = self.device.buffer(stop - start)
+                self.device.down(sources, host)
                 copy_views([memory_of(host)], views)
 
     def _by_the_stage(self, segments: range, start: int, stop: int) -> None:
-        device, plan = self._device, self._plan
+        device, plan = self.device, self.plan
         with device.calling() as driver:
-            stage = driver.scratch(stop - start, self._stream)
-        copy_pairs(device, self._stream, _cut(self._source.flats(start, stop), stage))
-        if self._channel.is_cut():
+            stage = driver.scratch(stop - start, self.stream)
+        copy_pairs(device, self.stream, _cut(self.source.flats(start, stop), stage))
+        if self.channel.is_cut():
             raise Disconnected("cut the connection while its memory was copied")
         copy_pairs(
             device,
-            self._stream,
+            self.stream,
             [(stage[at : at + flat.numel()], flat) for at, flat in plan.flats(start, stop)],
         )
         for segment, digest in zip(segments, self._digests(stage), strict=True):
@@ -239,13 +229,13 @@ class _Batch:
 
     def _digests(self, stage: torch.Tensor) -> Iterator[bytes]:
         """Return the digests of all staged segments, computed on the device where possible."""
-        size_bytes, algorithm = self._manifest.segment_size_bytes, self._manifest.digest_algorithm
+        size_bytes, algorithm = self.manifest.segment_size_bytes, self.manifest.digest_algorithm
         if algorithm == XXH3:
-            joined = digests_there(self._device, lambda at, end: [stage[at:end]][: end - at], stage.numel(), size_bytes)
+            joined = digests_there(self.device, lambda at, end: [stage[at:end]][: end - at], stage.numel(), size_bytes)
             if joined is not None:
                 return (joined[at : at + DIGEST_SIZE_BYTES] for at in range(0, len(joined), DIGEST_SIZE_BYTES))
-        host = self._device.buffer(stage.numel())
-        self._device.down([stage], host)
+        host = self.device.buffer(stage.numel())
+        self.device.down([stage], host)
         return (digest_of([memory_of(part)], algorithm) for part in torch.split(host, size_bytes))
 
 

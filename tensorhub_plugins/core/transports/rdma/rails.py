@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
+from tensorhub_plugins.core.transports.read_plan import parts_in
 
 SYSFS = Path("/sys/class/infiniband")
 RAILS_MAX = 4  # in parallel; one host's cards beyond that belong to its other workers
@@ -248,13 +249,9 @@ class RemoteMemory:
 
     def pieces(self, start: int, stop: int, port: int) -> Iterator[tuple[int, int, int]]:
         """Yield (address, size, key) of the pieces of a stream range."""
-        index = bisect_right(self._starts, start) - 1
-        while start < stop:
+        for index, skip, size_bytes in parts_in(self._starts, start, stop):
             region = self._regions[index]
-            end = min(stop, region.start + region.size_bytes)
-            yield region.address + start - region.start, end - start, region.keys[port]
-            start = end
-            index += 1
+            yield region.address + skip, size_bytes, region.keys[port]
 
 
 def cut_reads(

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -43,7 +44,6 @@ from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.protocol.advertised import hosts_of
 from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security.leases import Gate
-from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
 from tensorhub_plugins.core.transports.rdma.link import RailConnection, RdmaLink
@@ -52,7 +52,6 @@ from tensorhub_plugins.core.transports.rdma.registration import Registry
 from tensorhub_plugins.core.transports.rdma.source import RdmaSource
 from tensorhub_plugins.core.transports.rdma.verbs import Nic, open_nics, why_not
 from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
-from tensorhub_plugins.core.transports.stream.source import StreamServer
 from tensorhub_plugins.core.transports.stream.tcp_socket import LOOPBACK, connect, listen
 
 DEVICES_VARIABLE = "TENSORHUB_RDMA_DEVICES"
@@ -78,10 +77,9 @@ class RdmaTransport(SocketTransport):
         gate: Gate | None = None,
     ) -> None:
         """Open the cards. Raise UsageError when the devices named are not usable; VerbsError stays inside."""
-        super().__init__(limits)
+        super().__init__(limits, gate)
         self._hosts = hosts_of(LOOPBACK if advertise_host is None else advertise_host)
         self._ports = ports
-        self._gate = gate
         found, reasons = find_ports(gid_index=_configured_gid_index() if gid_index is None else gid_index)
         wanted = _configured_devices() if devices is None else devices
         chosen = choose_ports(found, wanted, _sysfs_of_device())
@@ -91,6 +89,7 @@ class RdmaTransport(SocketTransport):
             raise UsageError(f"no RDMA device can be used: {'; '.join([str(error), *reasons])}") from error
         _log.info("rdma: using %s", ", ".join(str(nic.port) for nic in self._nics))
         self._memory = Registry(self._nics)
+        self._source = RdmaSource(self._nics, self._memory, limits)
         self._guard = threading.Lock()
         self._unreachable: dict[str, tuple[float, str]] = {}
 
@@ -113,14 +112,9 @@ class RdmaTransport(SocketTransport):
         """Return whether a card here has a link: if it is not used, that is worth a warning."""
         return has_link()
 
-    def serve(self, shelf: Shelf) -> str:
-        self._check_may_serve()
+    def _listen(self) -> tuple[list[socket.socket], str]:
         listeners = listen(self._hosts, self._ports)
-        port = listeners[0].getsockname()[1]
-        self._server = StreamServer(
-            listeners, shelf, RdmaSource(self._nics, self._memory, self._limits), self._limits, self._gate
-        )
-        return format_address(self.name, self._hosts[0], port)
+        return listeners, format_address(self.name, self._hosts[0], listeners[0].getsockname()[1])
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> RdmaLink:
         endpoints = endpoint.split(",")

@@ -13,7 +13,6 @@ import fcntl
 import mmap
 import os
 import threading
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -25,6 +24,7 @@ from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.loans import Borrowed, KeptFromChildren, Loan, bytes_over
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_lent
 from tensorhub_plugins.core.transports.kept import Kept
+from tensorhub_plugins.core.transports.read_plan import parts_in
 from tensorhub_plugins.core.transports.stream.channel import IOV_MAX, remaining_buffers
 
 PIECES_MAX = 16  # for a copy from a mapping, which takes one call a piece, where preadv takes one for all
@@ -49,18 +49,11 @@ class MemoryFile:
 
     def read(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
         """Fill the views with the stream's bytes [start, stop). Raise ProtocolError where the file ends early."""
-        index = bisect_right(self._starts, start) - 1
-        span = self._spans[index]
-        if stop <= span.start + span.size_bytes:  # nearly always
-            self._read_span(span.offset + start - span.start, stop - start, list(views))
-            return
         pending = deque(views)
-        while start < stop:
-            span = self._spans[index]
-            end = min(stop, span.start + span.size_bytes)
-            self._read_span(span.offset + start - span.start, end - start, _take(pending, end - start))
-            start = end
-            index += 1
+        for index, skip, size_bytes in parts_in(self._starts, start, stop):
+            is_all = size_bytes == stop - start  # nearly always
+            here = list(views) if is_all else _take(pending, size_bytes)
+            self._read_span(self._spans[index].offset + skip, size_bytes, here)
 
     def _read_span(self, at: int, size_bytes: int, views: list[memoryview]) -> None:
         if self._mapped is not None and len(views) <= PIECES_MAX:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan
 from tensorhub_plugins.core.security.leases import Gate
-from tensorhub_plugins.core.transports.interface import NotServable, Shelf
+from tensorhub_plugins.core.transports.interface import NotServable
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.pump import pump
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, runs_of
@@ -41,7 +42,6 @@ from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
 from tensorhub_plugins.core.transports.stream.messages import StreamOpened
 from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
-from tensorhub_plugins.core.transports.stream.source import StreamServer
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
 SCHEME = "shm://"
@@ -75,10 +75,10 @@ class ShmTransport(SocketTransport):
         limits: TransportLimits = DEFAULT_LIMITS,
         gate: Gate | None = None,
     ) -> None:
-        super().__init__(limits)
+        super().__init__(limits, gate)
         self._copy_threads = copy_threads or min(COPY_THREADS_MAX, cores())
         self._by_address = _process.available()  # until it proves to be forbidden
-        self._gate = gate
+        self._source = ShmSource(limits)
         self._mappings = MappingCache(map_from)
         self._device = here()  # borrowed memory is pinned for it: the threads that read have none of their own
         self._pool: ThreadPoolExecutor | None = None
@@ -89,12 +89,10 @@ class ShmTransport(SocketTransport):
             return "this system has no anonymous memory files (memfd), or no /proc"
         return unix_socket.forbidden()
 
-    def serve(self, shelf: Shelf) -> str:
-        self._check_may_serve()
-        listener, endpoint = unix_socket.listen(SCHEME)
+    def _listen(self) -> tuple[list[socket.socket], str]:
+        listening = unix_socket.listen(SCHEME)
         _process.let_others_read()
-        self._server = StreamServer([listener], shelf, ShmSource(self._limits), self._limits, self._gate)
-        return endpoint
+        return listening
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> ShmLink:
         self._check_open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import weakref
@@ -9,26 +10,39 @@ from collections import deque
 from collections.abc import Sequence
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
+from tensorhub_plugins.core.security.leases import Gate
+from tensorhub_plugins.core.transports.interface import Shelf
+from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
-from tensorhub_plugins.core.transports.stream.source import StreamServer
+from tensorhub_plugins.core.transports.stream.source import SourceBackend, StreamServer
 from tensorhub_plugins.core.transports.ways import WAYS
 
 
 class SocketTransport:
     """The base class of tcp, shm, rdma and cuda_ipc."""
 
-    def __init__(self, limits: TransportLimits = DEFAULT_LIMITS) -> None:
+    _source: SourceBackend  # for `serve`
+
+    def __init__(self, limits: TransportLimits, gate: Gate | None) -> None:
         self._limits = limits
+        self._gate = gate
         self._idle: deque[Connection] = deque()  # for the next links, the oldest first
         self._server: StreamServer | None = None
         self._links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
         self._links_guard = threading.Lock()
         self._closed = False
 
-    def _check_may_serve(self) -> None:
+    def _listen(self) -> tuple[list[socket.socket], str]:
+        """Return listening sockets, and the endpoint that peers connect to."""
+        raise NotImplementedError
+
+    def serve(self, shelf: Shelf) -> str:
+        """Serve this shelf in threads of its own from now on; return the endpoint that peers connect to."""
         if self._closed or self._server is not None:
             raise UsageError("this transport is closed or serves already: one transport, one shelf")
+        listeners, endpoint = self._listen()
+        self._server = StreamServer(listeners, shelf, self._source, self._limits, self._gate)
+        return endpoint
 
     def _check_open(self) -> None:
         if self._closed:

@@ -76,7 +76,7 @@ class SourceBackend:
 
     def refusal(self, offer: Offer) -> str | None:
         """Return why this transport cannot serve this offer; None: it can."""
-        raise NotImplementedError
+        return None
 
     def addresses(self, offer: Offer) -> bytes | None:
         """Return the addresses for a reader that reads this process's memory itself, and gets nothing else, or None."""
@@ -88,13 +88,12 @@ class SourceBackend:
 
     def send_memory(self, channel: Channel, offer: Offer, deadline: float, *, lends: bool = False) -> None:
         """Send what follows a StreamOpened message."""
-        raise NotImplementedError
 
     def segment_payload(
         self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float
     ) -> list[memoryview]:
         """Return the bytes that follow a segment's header; without any, do what else makes the segment ready."""
-        raise NotImplementedError
+        return []
 
     def ready_batch_max(self, channel: Channel) -> int:
         """Return how many segments one READY announces to this reader; 0: their bytes are sent instead."""

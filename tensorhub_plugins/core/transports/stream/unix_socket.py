@@ -46,7 +46,7 @@ def check_owner(sock: socket.socket) -> int:
     return pid
 
 
-def listen(scheme: str) -> tuple[socket.socket, str]:
+def listen(scheme: str) -> tuple[list[socket.socket], str]:
     """Return a listening socket with a new name, and its endpoint. scheme: "shm://", for example."""
     name = f"tensorhub-{uuid.uuid4().hex}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -56,7 +56,7 @@ def listen(scheme: str) -> tuple[socket.socket, str]:
     except OSError as error:
         listener.close()
         raise UsageError(f"cannot listen on an abstract UNIX socket: {error}") from error
-    return listener, scheme + name
+    return [listener], scheme + name
 
 
 def connect(endpoint: str, scheme: str, *, stall_s: float, deadline: float) -> Channel:
