@@ -28,6 +28,7 @@ from tensorhub_plugins.vllm.outlook import check_number, is_meant, recovery_summ
 
 FLAG = "--vllm.sync_backend"
 NAME = "tensorhub"
+NO_HUB = f"correct {FLAG}, or write {FLAG} {NAME} to let the run bring its own"
 TRAINER = "trainer"  # the replica that publishes
 ELEMENT_SIZE_BYTES = 2  # OpenRLHF runs vLLM, and trains, in bfloat16
 TESTED_OPENRLHF = ("0.11.2",)  # the adapter reaches into parts that change without notice: only what was run counts

@@ -17,7 +17,6 @@ import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,9 +71,9 @@ def look(outlook: Outlook, arguments: Sequence[str]) -> None:
 
         outlook.ask(policy.load, options.fleet_policy)
     if options.hub is not None:
-        from tensorhub_plugins.openrlhf import hub
+        from tensorhub_plugins.vllm.ray import hub
 
-        outlook.ask(hub.check, options.hub)
+        outlook.ask(hub.check, options.hub, config.NO_HUB)
     args = outlook.ask(parse, words.arguments)
     if args is None:
         return
@@ -204,7 +203,7 @@ def parse(arguments: Sequence[str]) -> Any:
     OpenRLHF parses and validates under `if __name__ == "__main__"`, below imports of Ray, vLLM and DeepSpeed. These
     statements are run here without what is around them.
     """
-    folder = _openrlhf()
+    folder = command_line.folder_of("openrlhf", "OpenRLHF")
     program = _main_part(folder / "cli" / "train_ppo_ray.py")
     hierarchize = runpy.run_path(str(folder / "utils" / "config.py"))["hierarchize"]
     names = {
@@ -230,7 +229,7 @@ def parse(arguments: Sequence[str]) -> Any:
 def gpus(args: Any) -> dict[str, int]:
     """Return how many GPUs OpenRLHF reserves, by what for: its own `train` is run without Ray, up to the trainer, and
     its asserts on the way. Raise UsageError for what they refuse."""
-    path = _openrlhf() / "cli" / "train_ppo_ray.py"
+    path = command_line.folder_of("openrlhf", "OpenRLHF") / "cli" / "train_ppo_ray.py"
     reserved: dict[str, int] = {}
 
     def group(nodes: int, gpus_per_node: int, what: str, pg: Any = None, **rest: Any) -> None:
@@ -303,10 +302,3 @@ def _main_part(path: Path) -> Any:
 def _is_left_out(node: ast.stmt) -> bool:
     text = ast.unparse(node)
     return isinstance(node, ast.Import | ast.ImportFrom) or text.startswith(("train(", "if args.use_ms"))
-
-
-def _openrlhf() -> Path:
-    found = find_spec("openrlhf")
-    if found is None or not found.submodule_search_locations:
-        raise UsageError("OpenRLHF is not installed: pip install 'tensorhub-plugins[openrlhf]'")
-    return Path(next(iter(found.submodule_search_locations)))

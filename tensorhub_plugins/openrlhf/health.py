@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, VersionRefused, record, work
 from tensorhub_plugins.core.log import get_logger
@@ -19,6 +19,7 @@ from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.vllm.ray import figures
 from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
+from tensorhub_plugins.vllm.ray.handles import DEAD, ENDED
 from tensorhub_plugins.vllm.ray.members import Failure, Member, Members
 
 logger = get_logger(__name__)
@@ -27,8 +28,7 @@ START_TIMEOUT_S = 1800.0  # loading the largest models and capturing graphs
 HEARTBEAT_TIMEOUT_S = 0.5  # what a healthy engine's answer to a heartbeat takes at most, on a busy machine
 CHECK_INTERVAL_S = 2.0  # between two looks at all engines while answers come
 
-LOST = (RayActorError, ActorUnschedulableError, TensorHubError)
-DEAD = (ActorDiedError, ActorUnschedulableError)  # the second: Ray never starts it again, its node is lost
+LOST = (*ENDED, TensorHubError)
 
 
 class Engines:

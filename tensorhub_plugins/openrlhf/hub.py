@@ -6,12 +6,9 @@ from typing import Any
 
 import msgspec
 
-from tensorhub_plugins.core import Client, HubUnreachable, UsageError
-from tensorhub_plugins.openrlhf.config import FLAG, NAME, Options
+from tensorhub_plugins.openrlhf.config import NO_HUB, Options
 from tensorhub_plugins.vllm.ray import hub as ray_hub
 from tensorhub_plugins.vllm.ray import secret
-
-CONNECT_TIMEOUT_S = 10.0
 
 _owned: list[Any] = []  # Ray ends an actor when its last handle is gone: the driver keeps it
 
@@ -28,16 +25,5 @@ def resolve(options: Options) -> Options:
         secret.learn()
         print(f"tensorhub: on the head node: {ray_hub.command_of(actor, address)}", flush=True)
     assert options.hub is not None
-    check(options.hub)
+    ray_hub.check(options.hub, NO_HUB)
     return options
-
-
-def check(address: str) -> None:
-    """UsageError unless a hub answers there."""
-    try:
-        Client(address, run="probe", model="probe", replica="probe", connect_timeout_s=CONNECT_TIMEOUT_S).close()
-    except HubUnreachable as error:
-        raise UsageError(
-            f"no hub answers at {address}: start one with `tensorhub server --address {address}`, correct {FLAG}, or "
-            f"write {FLAG} {NAME} to let the run bring its own"
-        ) from error

@@ -65,9 +65,9 @@ def options_from_argv(arguments: list[str]) -> config.Options | None:
         arguments += [FLAG, "nccl"]
         return None
     if options.hub is not None:
-        from tensorhub_plugins.openrlhf import hub
+        from tensorhub_plugins.vllm.ray import hub
 
-        hub.check(options.hub)  # before anything starts
+        hub.check(options.hub, config.NO_HUB)  # before anything starts
     return options
 
 

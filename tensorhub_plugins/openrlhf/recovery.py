@@ -20,6 +20,7 @@ import torch
 from tensorhub_plugins.core import Held, contiguous_spec
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.checkpoint_names import Step
+from tensorhub_plugins.vllm.plugin import replaced
 
 MODEL = "model_states.pt"  # DeepSpeed's files of the model end so
 
@@ -57,8 +58,7 @@ def load_rest(engine: Any, path: str, steps: Iterable[Step], *, is_mixed: bool) 
     return load_path, copy.deepcopy(states)  # what is mapped ends with the file
 
 
-@contextlib.contextmanager
-def _mapped(files: Any) -> Iterator[None]:
+def _mapped(files: Any) -> contextlib.AbstractContextManager[None]:
     load = files.load
 
     def load_mapped(path: str, map_location: Any = None) -> Any:
@@ -67,8 +67,4 @@ def _mapped(files: Any) -> Iterator[None]:
                 return torch.load(path, map_location=map_location, weights_only=False, mmap=True)
         return load(path, map_location=map_location)
 
-    files.load = load_mapped
-    try:
-        yield
-    finally:
-        files.load = load
+    return replaced(files, load=load_mapped)

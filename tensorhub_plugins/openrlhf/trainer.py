@@ -23,7 +23,6 @@ from openrlhf.trainer.ray import ppo_actor
 
 from tensorhub_plugins.core import (
     Held,
-    Publisher,
     Recovery,
     TensorSpec,
     contiguous_spec,
@@ -37,7 +36,7 @@ from tensorhub_plugins.openrlhf.routing import SamplesGenerator
 from tensorhub_plugins.openrlhf.versions import figures_of, staleness
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.checkpoint_names import Step
-from tensorhub_plugins.vllm.ray.config import connect
+from tensorhub_plugins.vllm.ray.config import connect, publisher_of
 
 log = get_logger(__name__)
 
@@ -73,12 +72,7 @@ class PolicyModelActor(_Policy):
         """Make this rank's publisher of the model, which is there."""
         strategy = self.strategy
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        client = connect(
-            options,
-            replica=config.TRAINER,
-            shard=rank,
-            shard_count=ranks,
-        )
+        client = connect(options, replica=config.TRAINER, shard=rank, shard_count=ranks)
         self._is_sharded = strategy.args.ds.zero_stage == 3
         module = self.actor.model.module
         self._is_adapter = strategy.args.ds.lora.rank > 0  # all that is published, and by parts
@@ -89,21 +83,13 @@ class PolicyModelActor(_Policy):
             self._by_parts = not why
             if why and rank == 0:
                 log.info("whole tensors are gathered to every trainer rank: %s", why)
-        self._publisher = Publisher(
+        self._publisher = publisher_of(
             client,
-            rank=rank,
-            ranks=ranks,
-            worker=f"{config.TRAINER}/{rank}",
-            keep=options.keep,
-            timeout_s=options.timeout_s,
+            options,
             # Of a model that is gathered, the ranks' shares are known before the first version.
             model=[] if self._by_parts else [spec for step in self._steps for spec in _specs(step)],
             slices=1 if self._is_adapter else max(1, int(strategy.args.vllm.tensor_parallel_size)),
             slices_experts=True,  # OpenRLHF's engines are not expert parallel
-            retain=options.retain,
-            begins=True,
-            in_background=options.in_background,
-            device_room_bytes=options.device_room_bytes,
         )
         self._recovery = Recovery(
             self._publisher,

@@ -76,9 +76,9 @@ NUMBERS: dict[str, tuple[int, int | None]] = {
 
 def concerns_store(root: Any) -> bool:
     """Return whether a configuration of verl names the store; others are none of ours."""
-    rollout = _get(root, "actor_rollout_ref", "rollout")
-    backend, module = _get(rollout, "checkpoint_engine", "backend"), _get(rollout, *_MODULE)
-    return BACKEND in (backend or "") or _get(rollout, "name") == ROLLOUT or "tensorhub_plugins" in (module or "")
+    rollout = get(root, "actor_rollout_ref", "rollout")
+    backend, module = get(rollout, "checkpoint_engine", "backend"), get(rollout, *_MODULE)
+    return BACKEND in (backend or "") or get(rollout, "name") == ROLLOUT or "tensorhub_plugins" in (module or "")
 
 
 _MODULE = ("checkpoint_engine", "custom_backend_module")
@@ -90,16 +90,16 @@ def settle(root: Any) -> list[str]:
     wrong = []
     for option, (least, stands_for) in NUMBERS.items():
         *parents, name = option.split(".")
-        place = _get(root, *parents)
-        if (value := _get(place, name)) is not None:
+        place = get(root, *parents)
+        if (value := get(place, name)) is not None:
             try:
                 check_number(value, option, least)
             except UsageError as error:
                 wrong.append(error.message)
                 place[name] = stands_for
-    engine = _get(root, "actor_rollout_ref", "rollout", "checkpoint_engine")
-    for place, name, option in ((engine, "engine_kwargs", ""), (_get(engine, "engine_kwargs"), BACKEND, ".keep")):
-        value = _get(place, name)
+    engine = get(root, "actor_rollout_ref", "rollout", "checkpoint_engine")
+    for place, name, option in ((engine, "engine_kwargs", ""), (get(engine, "engine_kwargs"), BACKEND, ".keep")):
+        value = get(place, name)
         if value is not None and not isinstance(value, Mapping):
             where = WHERE if option else f"{ENGINE}.{name}"
             wrong.append(f"{where} is {value!r}: it has options, such as {WHERE}.keep=2")
@@ -112,27 +112,27 @@ def check(root: Any) -> tuple[Options, Outlook]:
 
     root: verl's whole configuration, for which `concerns_store` is true.
     """
-    rollout = _get(root, "actor_rollout_ref", "rollout")
+    rollout = get(root, "actor_rollout_ref", "rollout")
     outlook = Outlook()
     outlook.ask(check_backend, rollout)
-    given = _get(rollout, "checkpoint_engine", "engine_kwargs", BACKEND)
+    given = get(rollout, "checkpoint_engine", "engine_kwargs", BACKEND)
     options = outlook.ask(config.parse, given) or Options()
     outlook.ask(check_kwargs, rollout)
     outlook.ask(check_name, rollout, options)
     outlook.tell(check_mode, root)
     if is_served(root):
         outlook.ask(check_batch, root)
-        outlook.ask(check_trainer, _get(root, "trainer"))
+        outlook.ask(check_trainer, get(root, "trainer"))
         outlook.tell(check_engines, root)
     outlook.said.append(f"weights: {parts_summary(root, options)}")
     outlook.said.append(f"dtype: {dtype_summary(options)}")
-    outlook.ask(check_resume, _get(root, "trainer"))
+    outlook.ask(check_resume, get(root, "trainer"))
     outlook.tell(check_recovery, root, options)
-    outlook.ask(check_path, _get(root, "actor_rollout_ref", "model"))
+    outlook.ask(check_path, get(root, "actor_rollout_ref", "model"))
     outlook.tell(check_adapter, root, options)
-    outlook.ask(check_gather, _get(root, "actor_rollout_ref", "actor"))
+    outlook.ask(check_gather, get(root, "actor_rollout_ref", "actor"))
     outlook.ask(check_drafts, rollout)
-    if _get(rollout, "name") == ROLLOUT:
+    if get(rollout, "name") == ROLLOUT:
         outlook.ask(check_parallel, rollout)
         outlook.ask(check_engine_kwargs, rollout)
         outlook.said.append(
@@ -168,30 +168,30 @@ class Engines(NamedTuple):
 def engines_of(root: Any) -> Engines:
     """Return the engines as verl counts them. one_step_off and fully_async have options of their own for the nodes of
     rollouts."""
-    rollout, where = _get(root, "actor_rollout_ref", "rollout"), "actor_rollout_ref.rollout"
+    rollout, where = get(root, "actor_rollout_ref", "rollout"), "actor_rollout_ref.rollout"
     place = rollout
-    if _get(root, "rollout") is not None:
-        place, where = _get(root, "rollout"), "rollout"
-    nodes, per_node = int(_get(place, "nnodes") or 0), int(_get(place, "n_gpus_per_node") or 0)
+    if get(root, "rollout") is not None:
+        place, where = get(root, "rollout"), "rollout"
+    nodes, per_node = int(get(place, "nnodes") or 0), int(get(place, "n_gpus_per_node") or 0)
     size = gpus_of_engine(rollout)
     return Engines(nodes * per_node // size, size, min(size, per_node), nodes, per_node, where)
 
 
 def gpus_of_engine(rollout: Any) -> int:
     kinds = ("tensor_model", "data", "pipeline_model")
-    sizes = [int(_get(rollout, f"{kind}_parallel_size") or 1) for kind in kinds]
+    sizes = [int(get(rollout, f"{kind}_parallel_size") or 1) for kind in kinds]
     return sizes[0] * sizes[1] * sizes[2]
 
 
 def check_trainer(trainer: Any) -> None:
     """Check the trainer's GPUs, without which verl makes a trainer of no ranks."""
-    if not _get(trainer, "nnodes") or not _get(trainer, "n_gpus_per_node"):
+    if not get(trainer, "nnodes") or not get(trainer, "n_gpus_per_node"):
         raise UsageError("the trainer needs GPUs: set trainer.nnodes and trainer.n_gpus_per_node to 1 or more")
 
 
 def check_resume(trainer: Any) -> None:
     """Check what verl finds wrong only once all models are loaded."""
-    mode, path = _get(trainer, "resume_mode"), _get(trainer, "resume_from_path")
+    mode, path = get(trainer, "resume_mode"), get(trainer, "resume_from_path")
     if mode not in (None, *RESUME):
         raise UsageError(
             f"trainer.resume_mode is {mode!r}, which verl does not know: choose one of {', '.join(RESUME)}"
@@ -209,19 +209,19 @@ def check_recovery(root: Any, options: Options) -> str:
     mode = options.recover_weights
     if mode == "off":
         return ""
-    actor, model = (_get(root, "actor_rollout_ref", name) for name in ("actor", "model"))
-    trained = DTYPES.get(str(_get(actor, "fsdp_config", "model_dtype") or "float32"))
+    actor, model = (get(root, "actor_rollout_ref", name) for name in ("actor", "model"))
+    trained = DTYPES.get(str(get(actor, "fsdp_config", "model_dtype") or "float32"))
     if options.hub is None or options.run is None:
         why = f"the run's own hub ends with it: set {WHERE}.hub and {WHERE}.run"
     elif (
         trains_lora(model)
-        or _get(actor, "strategy") not in ("fsdp", "fsdp2")
+        or get(actor, "strategy") not in ("fsdp", "fsdp2")
         or not parts_summary(root, options).startswith("each")
     ):
         why = "it takes parts of whole weights, which strategy fsdp or fsdp2 publishes without LoRA"
-    elif _get(root, "trainer", "resume_mode") == "disable":
+    elif get(root, "trainer", "resume_mode") == "disable":
         why = "trainer.resume_mode=disable resumes from nothing: set auto"
-    elif "model" not in (_get(actor, "checkpoint", "load_contents") or ["model"]):
+    elif "model" not in (get(actor, "checkpoint", "load_contents") or ["model"]):
         why = "actor_rollout_ref.actor.checkpoint.load_contents has no model, which is loaded where nobody has it"
     elif mode == "resumed_step" and options.dtype not in (None, trained):
         why = (
@@ -235,20 +235,20 @@ def check_recovery(root: Any, options: Options) -> str:
 
 def check_kwargs(rollout: Any) -> None:
     """Refuse a misspelt back end, whose options are read by none."""
-    for name in _get(rollout, "checkpoint_engine", "engine_kwargs") or ():
+    for name in get(rollout, "checkpoint_engine", "engine_kwargs") or ():
         if name != BACKEND and is_meant(str(name), BACKEND):
             raise UsageError(f"{ENGINE}.engine_kwargs.{name} is read by nobody: did you mean {WHERE}?")
 
 
 def check_path(model: Any) -> None:
-    if not str(_get(model, "path") or "").strip():
+    if not str(get(model, "path") or "").strip():
         raise UsageError("actor_rollout_ref.model.path is empty: name a model's folder, or one on the Hugging Face hub")
 
 
 def check_engines(root: Any) -> str:
     """Return how many GPUs the job needs, and for what. Raise UsageError where not one engine would start: verl finds
     nothing wrong, and waits for ever."""
-    engines, trainer = engines_of(root), _get(root, "trainer")
+    engines, trainer = engines_of(root), get(root, "trainer")
     if not engines.nodes or not engines.gpus_per_node:
         raise UsageError(
             f"the engines need GPUs of their own: set {engines.where}.nnodes and {engines.where}.n_gpus_per_node"
@@ -261,26 +261,26 @@ def check_engines(root: Any) -> str:
         )
     used = engines.number * engines.gpus
     parts = {
-        "the trainer": int(_get(trainer, "n_gpus_per_node") or 0) * int(_get(trainer, "nnodes") or 0),
+        "the trainer": int(get(trainer, "n_gpus_per_node") or 0) * int(get(trainer, "nnodes") or 0),
         f"{count(engines.number, 'engine')} of {engines.gpus}": used,
-        "reward models": _pool(_get(root, "reward", "reward_model"), "enable_resource_pool"),
-        "teachers": _pool(_get(root, "distillation"), "enabled"),
+        "reward models": _pool(get(root, "reward", "reward_model"), "enable_resource_pool"),
+        "teachers": _pool(get(root, "distillation"), "enabled"),
     }
     rest = f"; {total - used} of the engines' {total} stay unused" if used < total else ""
     return f"{gpus_summary(parts)}{rest}"
 
 
 def _pool(part: Any, switch: str) -> int:
-    return int(_get(part, "nnodes") or 0) * int(_get(part, "n_gpus_per_node") or 0) if _get(part, switch) else 0
+    return int(get(part, "nnodes") or 0) * int(get(part, "n_gpus_per_node") or 0) if get(part, switch) else 0
 
 
 def check_backend(rollout: Any) -> None:
-    backend = _get(rollout, "checkpoint_engine", "backend")
-    if _get(rollout, "name") is None:
+    backend = get(rollout, "checkpoint_engine", "backend")
+    if get(rollout, "name") is None:
         raise UsageError(f"actor_rollout_ref.rollout.name is not set: set it to {ROLLOUT} (pull mode), or to vllm")
     if backend == BACKEND:
         return
-    if _get(rollout, "name") == ROLLOUT:
+    if get(rollout, "name") == ROLLOUT:
         raise UsageError(
             f"rollout.name={ROLLOUT} follows the store, but {ENGINE}.backend is {backend!r}: set it to {BACKEND!r}"
         )
@@ -293,10 +293,10 @@ def check_backend(rollout: Any) -> None:
 def check_name(rollout: Any, options: Options) -> None:
     """Refuse engines that the store was not tried with, unless `allow_untested` is set; verl's registry knows which
     there are."""
-    name = _get(rollout, "name")
+    name = get(rollout, "name")
     if options.allow_untested or name is None:
         return
-    if _get(rollout, "disaggregation", "enabled"):
+    if get(rollout, "disaggregation", "enabled"):
         raise UsageError(
             "actor_rollout_ref.rollout.disaggregation was not tried with the store: set its `enabled` to False, or "
             f"{WAY_OUT}"
@@ -313,16 +313,16 @@ def check_name(rollout: Any, options: Options) -> None:
 def check_drafts(rollout: Any) -> None:
     """Draft models: MTP heads get every version, and no other draft does."""
     remedy = "leave rollout.engine_kwargs.vllm.speculative_config out, or set rollout.load_format=auto"
-    drafts.source(None, draft_of(rollout), _get(rollout, "load_format") or "dummy", remedy=remedy)
+    drafts.source(None, draft_of(rollout), get(rollout, "load_format") or "dummy", remedy=remedy)
 
 
 def check_engine_kwargs(rollout: Any) -> None:
     """Refuse what workers refuse when they join the store (vllm/worker/extension.py), minutes after the start."""
-    given = _get(rollout, "engine_kwargs", "vllm") or {}
+    given = get(rollout, "engine_kwargs", "vllm") or {}
     refused = [f"{name} ({why})" for name, why in REFUSED_BY_WORKERS.items() if given.get(name)]
     if given.get("load_format"):
         refused.append("load_format (they start with what rollout.load_format says)")
-    kind = given.get("quantization") or _get(rollout, "quantization")
+    kind = given.get("quantization") or get(rollout, "quantization")
     if kind in OPAQUE:
         refused.append(f"quantization={kind} (not known to follow updates)")
     if refused:
@@ -334,10 +334,10 @@ def check_engine_kwargs(rollout: Any) -> None:
 
 def draft_of(rollout: Any) -> str | None:
     """Return what vLLM's engines will draft with, as vLLM calls it; None: nothing."""
-    mtp = _get(rollout, "mtp")
-    if _get(mtp, "enable") and _get(mtp, "enable_rollout"):
-        return str(_get(mtp, "method") or "mtp")
-    given = _get(rollout, "engine_kwargs", "vllm", "speculative_config")
+    mtp = get(rollout, "mtp")
+    if get(mtp, "enable") and get(mtp, "enable_rollout"):
+        return str(get(mtp, "method") or "mtp")
+    given = get(rollout, "engine_kwargs", "vllm", "speculative_config")
     given = msgspec.json.decode(given) if isinstance(given, str) and given.startswith("{") else given
     if not isinstance(given, Mapping):
         return None
@@ -345,35 +345,35 @@ def draft_of(rollout: Any) -> str | None:
 
 
 def trains_lora(model: Any) -> bool:
-    return (_get(model, "lora_rank") or _get(model, "lora", "rank") or 0) > 0
+    return (get(model, "lora_rank") or get(model, "lora", "rank") or 0) > 0
 
 
 def has_adapter(model: Any) -> bool:
     """Return whether verl trains a LoRA adapter and does not merge it into the weights."""
-    return trains_lora(model) and not _get(model, "lora", "merge")
+    return trains_lora(model) and not get(model, "lora", "merge")
 
 
 def check_adapter(root: Any, options: Options) -> str:
     """Return what becomes of a LoRA adapter; "" where there is none. Raise UsageError for one that no engine would
     get."""
-    reference = _get(root, "actor_rollout_ref")
-    model, strategy = _get(reference, "model"), _get(reference, "actor", "strategy")
+    reference = get(root, "actor_rollout_ref")
+    model, strategy = get(reference, "model"), get(reference, "actor", "strategy")
     if not has_adapter(model):
         return ""
-    if _get(reference, "rollout", "name") != ROLLOUT:
+    if get(reference, "rollout", "name") != ROLLOUT:
         raise UsageError(DROP_IN)
-    if is_separate_async(root) and _get(reference, "hybrid_engine") is not False:
+    if is_separate_async(root) and get(reference, "hybrid_engine") is not False:
         why = "verl itself gives adapters to engines on the trainer's GPUs, in a way that vLLM 0.29 does not take"
         mend = "set actor_rollout_ref.hybrid_engine=False"
     elif strategy not in ("fsdp", "fsdp2"):
         why = f"verl's {strategy} engine does not hand over its adapter"
         mend = "set actor_rollout_ref.actor.strategy=fsdp2"
-    elif not _get(model, "lora_rank"):
+    elif not get(model, "lora_rank"):
         why = "actor_rollout_ref.model.lora.rank is of verl's Megatron engine alone"
         mend = "set actor_rollout_ref.model.lora_rank"
     elif not options.parts:
         why, mend = "trainer ranks publish an adapter in parts", f"leave {WHERE}.parts=false out"
-    elif _get(model, "target_parameters"):
+    elif get(model, "target_parameters"):
         why = "vLLM applies adapters to modules, not to parameters"
         mend = "leave actor_rollout_ref.model.target_parameters out"
     else:
@@ -384,9 +384,9 @@ def check_adapter(root: Any, options: Options) -> str:
 def check_gather(actor: Any) -> None:
     """Refuse a gather of Megatron's that is left to the next forward pass: until then a rank has what the optimizer's
     step made of its own share, and of all others what was before. verl exports and saves that, too."""
-    engine, option = _get(actor, "megatron"), "override_ddp_config.overlap_param_gather"
-    is_left = _get(engine, *option.split(".")) and _get(engine, "use_distributed_optimizer") is not False
-    if _get(actor, "strategy") == "megatron" and is_left and not _get(engine, "use_megatron_fsdp"):
+    engine, option = get(actor, "megatron"), "override_ddp_config.overlap_param_gather"
+    is_left = get(engine, *option.split(".")) and get(engine, "use_distributed_optimizer") is not False
+    if get(actor, "strategy") == "megatron" and is_left and not get(engine, "use_megatron_fsdp"):
         raise UsageError(
             f"actor_rollout_ref.actor.megatron.{option} leaves gathering what the optimizer has changed to the next "
             "forward pass, and the weights are read before it, with old ones among them: leave it out"
@@ -395,9 +395,9 @@ def check_gather(actor: Any) -> None:
 
 def parts_summary(root: Any, options: Options) -> str:
     """Return whether trainer ranks publish what they hold, or gather whole tensors, and why; see parts.py."""
-    reference = _get(root, "actor_rollout_ref")
-    strategy, model = _get(reference, "actor", "strategy"), _get(reference, "model")
-    engine = _get(reference, "actor", "megatron" if strategy == "megatron" else "fsdp_config")
+    reference = get(root, "actor_rollout_ref")
+    strategy, model = get(reference, "actor", "strategy"), get(reference, "model")
+    engine = get(reference, "actor", "megatron" if strategy == "megatron" else "fsdp_config")
     if has_adapter(model):
         return "each trainer rank publishes its part of the adapter, and nothing is gathered"
     if not options.parts:
@@ -406,9 +406,9 @@ def parts_summary(root: Any, options: Options) -> str:
         why = f"verl's {strategy} engine hands over whole tensors only"
     elif trains_lora(model):
         why = "LoRA: verl merges the adapter into whole tensors"
-    elif _get(engine, "qat", "enable"):
+    elif get(engine, "qat", "enable"):
         why = "quantization-aware training quantizes whole tensors"
-    elif _get(engine, "use_megatron_fsdp"):
+    elif get(engine, "use_megatron_fsdp"):
         why = "Megatron-FSDP cuts parameters in its own way"
     elif strategy == "megatron":
         return (
@@ -422,21 +422,21 @@ def parts_summary(root: Any, options: Options) -> str:
 
 def tell_memory(outlook: Outlook, root: Any, options: Options, model: Model | None) -> None:
     """Say what hosts need. What exceeds a budget that is kept is wrong."""
-    trainer, rollout = _get(root, "trainer"), _get(root, "actor_rollout_ref", "rollout")
-    if has_adapter(_get(root, "actor_rollout_ref", "model")):
+    trainer, rollout = get(root, "trainer"), get(root, "actor_rollout_ref", "rollout")
+    if has_adapter(get(root, "actor_rollout_ref", "model")):
         return  # it is small
     if model is None:
         outlook.unseen.append(
-            f"memory (actor_rollout_ref.model.path={_get(root, 'actor_rollout_ref', 'model', 'path')} is no folder "
+            f"memory (actor_rollout_ref.model.path={get(root, 'actor_rollout_ref', 'model', 'path')} is no folder "
             "here and not in the Hugging Face cache, or says no size)"
         )
         return
     size_bytes = model.elements * SIZES[options.dtype or "float32"]
-    here, engines = int(_get(trainer, "n_gpus_per_node") or 1), engines_of(root)
-    share = Need(size_bytes // max(1, here * int(_get(trainer, "nnodes") or 1)), options.keep + 1)
+    here, engines = int(get(trainer, "n_gpus_per_node") or 1), engines_of(root)
+    share = Need(size_bytes // max(1, here * int(get(trainer, "nnodes") or 1)), options.keep + 1)
     outlook.tell(memory_summary, options, model, "each trainer rank", share, here)
-    part = Need(size_bytes // int(_get(rollout, "tensor_model_parallel_size") or 1), options.copies)
-    if _get(rollout, "name") == ROLLOUT:
+    part = Need(size_bytes // int(get(rollout, "tensor_model_parallel_size") or 1), options.copies)
+    if get(rollout, "name") == ROLLOUT:
         outlook.tell(memory_summary, options, model, "each worker of an engine", part, engines.gpus_here)
         if engines.gpus_here < engines.gpus_per_node:
             outlook.said.append(BESIDE)
@@ -462,12 +462,12 @@ def dtype_summary(options: Options) -> str:
 
 def check_parallel(rollout: Any) -> None:
     """Refuse what verl refuses where rollout.name is vllm, and would take here."""
-    if (_get(rollout, "data_parallel_size") or 1) > 1:
+    if (get(rollout, "data_parallel_size") or 1) > 1:
         raise UsageError(
             f"rollout.data_parallel_size is {rollout.data_parallel_size}: with {ROLLOUT} every engine is a replica of "
             "its own, so set it to 1; verl then starts as many replicas as the GPUs allow"
         )
-    if (_get(rollout, "pipeline_model_parallel_size") or 1) > 1:
+    if (get(rollout, "pipeline_model_parallel_size") or 1) > 1:
         raise UsageError(
             f"rollout.pipeline_model_parallel_size is {rollout.pipeline_model_parallel_size}: verl starts vLLM without "
             "it, and would reserve GPUs that nobody uses; set it to 1 and tensor_model_parallel_size higher"
@@ -477,10 +477,10 @@ def check_parallel(rollout: Any) -> None:
 def check_fleet(options: Options, rollout: Any) -> str:
     """Return what becomes of the number of replicas; "" where it stays. Raise UsageError for options that would do
     nothing."""
-    router = _get(rollout, "router_config_path")
-    if _get(rollout, "name") != ROLLOUT:
+    router = get(rollout, "router_config_path")
+    if get(rollout, "name") != ROLLOUT:
         why = f"drop-in mode has a fixed number of engines: set rollout.name={ROLLOUT}"
-    elif _get(rollout, "full_determinism"):
+    elif get(rollout, "full_determinism"):
         why = "rollout.full_determinism has verl's own router, which knows no fleet: switch it off"
     elif router not in (None, str(ROUTER)):
         why = f"the router of rollout.router_config_path={router} knows no fleet: leave that out"
@@ -495,13 +495,13 @@ def check_fleet(options: Options, rollout: Any) -> str:
 def check_mode(root: Any) -> str:
     """Return which trainer this is, in a sentence. Raise UsageError for one whose engines get their weights another
     way."""
-    trainer = _get(root, "trainer")
-    if _get(root, "rollout") is not None:
-        mode = "one_step_off" if _get(root, "async_training") is None else "fully_async"
-        if _get(root, "actor_rollout_ref", "hybrid_engine"):
+    trainer = get(root, "trainer")
+    if get(root, "rollout") is not None:
+        mode = "one_step_off" if get(root, "async_training") is None else "fully_async"
+        if get(root, "actor_rollout_ref", "hybrid_engine"):
             raise UsageError(f"trainer {mode!r} starts with actor_rollout_ref.hybrid_engine=False only: add that")
         return f"trainer: {mode}"
-    mode, is_legacy = _get(trainer, "v1", "trainer_mode"), _get(trainer, "use_v1") is False
+    mode, is_legacy = get(trainer, "v1", "trainer_mode"), get(trainer, "use_v1") is False
     if is_legacy or mode != "separate_async":
         if not is_legacy and mode not in COLOCATED:
             raise UsageError(f"trainer.v1.trainer_mode is {mode!r}, which verl does not know: set separate_async")
@@ -514,7 +514,7 @@ def check_mode(root: Any) -> str:
             "actor_rollout_ref.rollout.nnodes=... actor_rollout_ref.rollout.n_gpus_per_node=..., or leave the store's "
             "lines out"
         )
-    if _get(root, "actor_rollout_ref", "hybrid_engine") is not False:
+    if get(root, "actor_rollout_ref", "hybrid_engine") is not False:
         return (
             "trainer: separate_async, hybrid: the engines on GPUs of their own are served by the store, those on the "
             "trainer's GPUs by verl (actor_rollout_ref.hybrid_engine=False leaves the latter out)"
@@ -524,20 +524,20 @@ def check_mode(root: Any) -> str:
 
 def is_served(root: Any) -> bool:
     """Return whether this trainer has engines on GPUs of their own, which the store is for."""
-    return _get(root, "rollout") is not None or is_separate_async(root)
+    return get(root, "rollout") is not None or is_separate_async(root)
 
 
 def is_separate_async(root: Any) -> bool:
-    trainer = _get(root, "trainer")
-    is_other = _get(root, "rollout") is not None or _get(trainer, "use_v1") is False
-    return not is_other and _get(trainer, "v1", "trainer_mode") == "separate_async"
+    trainer = get(root, "trainer")
+    is_other = get(root, "rollout") is not None or get(trainer, "use_v1") is False
+    return not is_other and get(trainer, "v1", "trainer_mode") == "separate_async"
 
 
 def check_batch(root: Any) -> None:
     """Check verl's own condition, which it finds broken a minute after its start, and name what keeps the recipe as it
     is: `parameter_sync_step` is the number of optimizer steps that a batch is trained in."""
     batch, mini = _batch(root)
-    per_step = _get(root, "trainer", "v1", "separate_async", "parameter_sync_step") or 1
+    per_step = get(root, "trainer", "v1", "separate_async", "parameter_sync_step") or 1
     if not is_separate_async(root) or batch is None or mini is None or batch == per_step * mini:
         return
     steps = steps_of(root)
@@ -555,11 +555,12 @@ def steps_of(root: Any) -> int | None:
 
 
 def _batch(root: Any) -> tuple[Any, Any]:
-    mini = _get(root, "actor_rollout_ref", "actor", "ppo_mini_batch_size")
-    return _get(root, "data", "train_batch_size"), mini
+    mini = get(root, "actor_rollout_ref", "actor", "ppo_mini_batch_size")
+    return get(root, "data", "train_batch_size"), mini
 
 
-def _get(tree: Any, *names: str) -> Any:
+def get(tree: Any, *names: str) -> Any:
+    """Return what is under these names, in mappings within each other; None where there is nothing."""
     for name in names:
         tree = None if tree is None else tree.get(name)
     return tree

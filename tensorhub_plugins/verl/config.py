@@ -29,6 +29,7 @@ TESTED_VERL = ("0.9.1",)
 TESTED_VLLM = names.run_with("verl")
 WAY_OUT = f"set {WHERE}.allow_untested=true"
 
+NO_HUB = f"correct {WHERE}.hub, or leave it out to run the hub on verl's head node"
 MERGE = "set actor_rollout_ref.model.lora.merge=true so that the trainer merges the adapter before it publishes"
 ROUTER = Path(__file__).with_name("router.yaml")  # a path, because verl opens it by one
 FLEET = ("fleet_min", "fleet_max", "fleet_target", "fleet_spares", "fleet_policy")
@@ -107,11 +108,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "__iter__"):
         return [_plain(inner) for inner in value]
     return value
-
-
-def refused(error: Exception, address: str) -> UsageError:
-    """Return the error for a hub that cannot be reached at start."""
-    return UsageError(
-        f"no hub answers at {address}: start one with `tensorhub server --address {address}`, correct {WHERE}.hub, "
-        f"or leave it out to run the hub on verl's head node ({error})"
-    )

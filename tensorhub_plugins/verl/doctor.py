@@ -15,7 +15,6 @@ import re
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +175,7 @@ def _compose(command: str, given: Any, name: str, overrides: list[str]) -> Any:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
 
-    file = verl_folder().parent / f"{command.replace('.', '/')}.py"
+    file = command_line.folder_of("verl", "verl").parent / f"{command.replace('.', '/')}.py"
     search_path = create_automatic_config_search_path(str(file), None, given.config_path or "config")
     if given.config_dir is not None:
         folder = Path(given.config_dir).absolute()
@@ -194,13 +193,6 @@ def _compose(command: str, given: Any, name: str, overrides: list[str]) -> Any:
     with open_dict(root):
         del root["hydra"]
     return root
-
-
-def verl_folder() -> Path:
-    found = find_spec("verl")
-    if found is None or not found.submodule_search_locations:
-        raise UsageError("verl is not installed: pip install 'tensorhub-plugins[verl]'")
-    return Path(found.submodule_search_locations[0])
 
 
 def _one_line(error: Exception) -> str:

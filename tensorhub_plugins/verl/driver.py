@@ -12,15 +12,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from tensorhub_plugins.core import Client, HubUnreachable
 from tensorhub_plugins.verl import checks, config
 from tensorhub_plugins.vllm.lora import history_of
 from tensorhub_plugins.vllm.model_size import model_of
 from tensorhub_plugins.vllm.outlook import Model, Outlook, check_heads
 from tensorhub_plugins.vllm.plugin import wrap
-from tensorhub_plugins.vllm.ray import policy
-
-CONNECT_TIMEOUT_S = 10.0
+from tensorhub_plugins.vllm.ray import hub, policy
 
 
 def look_at_configuration() -> None:
@@ -63,15 +60,8 @@ def check(root: Any) -> Outlook:
     if options.fleet_policy is not None:
         outlook.ask(policy.load, options.fleet_policy)
     if options.hub is not None:
-        outlook.ask(_check_hub, options.hub)
+        outlook.ask(hub.check, options.hub, config.NO_HUB)
     return outlook
-
-
-def _check_hub(address: str) -> None:
-    try:
-        Client(address, run="probe", model="probe", replica="probe", connect_timeout_s=CONNECT_TIMEOUT_S).close()
-    except HubUnreachable as error:
-        raise config.refused(error, address) from error
 
 
 def settle_dtype(root: Any) -> None:

@@ -17,6 +17,7 @@ import ray
 
 from tensorhub_plugins.core import version_of, version_text
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.verl.checks import get
 from tensorhub_plugins.verl.versions import version_of_step
 
 logger = get_logger(__name__)
@@ -45,19 +46,13 @@ def validation_of(root: Any) -> Validation:
     trainer = root.get("trainer") or {}
     last = trainer.get("total_training_steps")
     if last is None:  # the trainer has counted the prompts, and told the optimizer
-        updates = _select(root, "actor_rollout_ref", "actor", "optim", "total_training_steps") or 0
+        updates = get(root, "actor_rollout_ref", "actor", "optim", "total_training_steps") or 0
         per_step = 1
         if trainer.get("use_v1", True):
-            mode = _select(trainer, "v1", "trainer_mode") or ""
-            per_step = _select(trainer, "v1", mode, "parameter_sync_step") or 1
+            mode = get(trainer, "v1", "trainer_mode") or ""
+            per_step = get(trainer, "v1", mode, "parameter_sync_step") or 1
         last = updates // per_step if updates > 0 else None
     return Validation(bool(trainer.get("val_before_train", True)), max(0, trainer.get("test_freq") or 0), last)
-
-
-def _select(config: Any, *names: str) -> Any:
-    for name in names:
-        config = None if config is None else config.get(name)
-    return config
 
 
 class NullWorker:

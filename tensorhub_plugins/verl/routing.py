@@ -29,6 +29,7 @@ from tensorhub_plugins.vllm.plugin import wrap
 from tensorhub_plugins.vllm.ray import figures
 from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
+from tensorhub_plugins.vllm.ray.handles import DEAD, ENDED
 from tensorhub_plugins.vllm.ray.members import JOIN_INTERVAL_S, Failure, Heartbeat, Member, Members
 from tensorhub_plugins.vllm.ray.reporting import Reporter
 
@@ -40,11 +41,6 @@ TIMEOUT_S = 15.0  # until the replicas' own option is known
 NO_REPLICA_TIMEOUT_S = 900.0  # a request waits so long for any replica: one is started again within minutes
 LONG_POLL_TIMEOUT_S = 10.0  # one question of a process that has requests under way: is any replica lost?
 RETRIES_MAX = 8  # of one request; beyond that it is the request that kills replicas
-
-
-# Ray will not start it again. The second says that the node is lost to which verl has pinned the actor.
-DEAD_ERRORS = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnschedulableError)
-ACTOR_ERRORS = (ray.exceptions.RayActorError, *DEAD_ERRORS)
 
 
 class ReplicaLost(TensorHubError):
@@ -232,8 +228,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             try:
                 self._heard(member, await member.handle.tensorhub_heartbeat.remote())
                 said = ""
-            except ACTOR_ERRORS as error:
-                how: Failure = "died" if isinstance(error, DEAD_ERRORS) else "restarting"
+            except ENDED as error:
+                how: Failure = "died" if isinstance(error, DEAD) else "restarting"
                 if self.members.failed(member.name, time.monotonic(), how):
                     self._take_out(member, type(error).__name__)
                 if member.is_gone:
@@ -373,7 +369,7 @@ class Handle:
             try:
                 output = await self._ask(server_id, actor, epoch, request)
                 return _hand_over(output)
-            except (*ACTOR_ERRORS, ReplicaLost) as error:
+            except (*ENDED, ReplicaLost) as error:
                 reason = f"{type(error).__name__}"
                 await self._router.report_lost.remote(server_id, epoch, reason)
                 record("request_retried", worker=server_id, reason=reason, attempt=attempt)

@@ -21,6 +21,7 @@ from typing import Any
 from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.verl import checks
 from tensorhub_plugins.vllm.outlook import Outlook
+from tensorhub_plugins.vllm.plugin import replaced
 
 RUN = "verl.trainer.main_ppo"  # whose `run_ppo` starts Ray, for all of verl's commands
 
@@ -69,8 +70,8 @@ def command_of(command: str, root: Any) -> Any:
     """Return what verl's command makes of the configuration before it starts Ray."""
     module, run, given = import_module(command), import_module(RUN), []
     with (
-        replaced(module, "auto_set_device", lambda config: None),
-        replaced(run, "run_ppo", lambda config, task_runner_class: given.append(config)),
+        replaced(module, auto_set_device=lambda config: None),
+        replaced(run, run_ppo=lambda config, task_runner_class: given.append(config)),
     ):
         module.main.__wrapped__(root)
     return given[0]
@@ -109,7 +110,7 @@ def _critic(root: Any) -> None:
 
     critic = _Anything()
     critic.strategy = root.critic.strategy
-    with replaced(ray_trainer, "omega_conf_to_dataclass", lambda config: critic):
+    with replaced(ray_trainer, omega_conf_to_dataclass=lambda config: critic):
         Trainer()._create_critic_class()
 
 
@@ -133,8 +134,8 @@ def _fully_async(root: Any) -> None:
     rollouter = type("Rollouter", (stock_class,), {"_create_dataloader": create_dataloader})
     with (
         contextlib.suppress(_Enough),
-        replaced(module, "create_rl_dataset", lambda *arguments, **options: None),
-        replaced(module, "create_rl_sampler", lambda *arguments, **options: None),
+        replaced(module, create_rl_dataset=lambda *arguments, **options: None),
+        replaced(module, create_rl_sampler=lambda *arguments, **options: None),
     ):
         rollouter(root, None)  # which validates the configuration between data sets and loaders
 
@@ -220,17 +221,6 @@ class _Anything:
 
 
 @contextlib.contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Put another value of this name into the module, for as long as this lasts."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
-@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence what verl warns and prints of what its commands would do, and keep it from looking on the Hugging Face
     hub for what is not here."""
@@ -243,7 +233,7 @@ def _quiet() -> Iterator[None]:
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),
-            replaced(constants, "HF_HUB_OFFLINE", True),
+            replaced(constants, HF_HUB_OFFLINE=True),
         ):
             warnings.simplefilter("ignore")
             yield

@@ -36,8 +36,9 @@ from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.verl import checks, config, hub, loading, null_worker, parts, recovery, steps
 from tensorhub_plugins.verl.versions import version_of_step
 from tensorhub_plugins.vllm.lora import CONFIG
-from tensorhub_plugins.vllm.ray.config import connect
+from tensorhub_plugins.vllm.ray.config import connect, publisher_of
 from tensorhub_plugins.vllm.ray.handles import answer
+from tensorhub_plugins.vllm.ray.hub import unanswered
 
 FIGURES_TIMEOUT_S = 1.0  # the trainer does not wait for what is only shown
 
@@ -194,29 +195,21 @@ class TensorHubCheckpointEngine(CheckpointEngine):
                 shard_count=ranks,
             )
         except TensorHubError as error:
-            raise config.refused(error, address) from error
+            raise unanswered(error, address, config.NO_HUB) from error
         if self.is_trainer:
-            self._publisher = self._make_publisher(self._client, rank, ranks)
+            self._publisher = self._make_publisher(self._client)
             if self.options.recover_weights != "off":
                 recovery.watch(self._publisher, self.options)
 
-    def _make_publisher(self, client: Client, rank: int, ranks: int) -> Publisher:
+    def _make_publisher(self, client: Client) -> Publisher:
         dtype = self.options.dtype
-        return Publisher(
+        return publisher_of(
             client,
-            rank=rank,
-            ranks=ranks,
-            worker=self._worker,
-            keep=self.options.keep,
-            timeout_s=self.options.timeout_s,
+            self.options,
             dtype=None if dtype is None else getattr(torch, dtype),
             keeps_dtype=parts.keeps_dtype,
             slices=self.options.slices or 1,
             slices_experts=bool(self.options.slices_experts),
-            retain=self.options.retain,
-            begins=True,
-            in_background=self.options.in_background,
-            device_room_bytes=self.options.device_room_bytes,
         )
 
 

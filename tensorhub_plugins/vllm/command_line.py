@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,14 @@ def words_of(given: Sequence[str], commands: Collection[str], default: str) -> W
     if is_submitted or "-m" in given:
         raise UsageError(f"this command line starts none of {', '.join(commands)}, which the store knows")
     return Words(default, list(given), False)
+
+
+def folder_of(package: str, name: str) -> Path:
+    """Return the folder of a framework without importing it. Raise UsageError where it is not installed."""
+    found = find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise UsageError(f"{name} is not installed: pip install 'tensorhub-plugins[{package}]'")
+    return Path(next(iter(found.submodule_search_locations)))
 
 
 def run(look: Callable[[Outlook, Sequence[str]], None], usage: str | None, arguments: Sequence[str]) -> int:

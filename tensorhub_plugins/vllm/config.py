@@ -15,6 +15,11 @@ from tensorhub_plugins.vllm.drafts import Source
 from tensorhub_plugins.vllm.names import NAME, adapter_id
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
+# Options of a worker that its client has under the same names.
+OF_CLIENTS = (
+    *("transports", "digest", "delta", "memory_budget_bytes", "over_budget", "connect_timeout_s"),
+    *("advertise_host", "interface", "ports", "job", "preemptible"),
+)
 
 
 class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
@@ -40,18 +45,8 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
     def connect(self, *, replica: str | None = None, **given: Any) -> Client:
         """Make a client of the store, as this engine or under another name. given: options of Client, over these."""
         own: dict[str, Any] = {
+            **{name: getattr(self, name) for name in OF_CLIENTS},
             "location": msgspec.structs.replace(here(), **self.location),
-            "transports": self.transports,
-            "digest": self.digest,
-            "delta": self.delta,
-            "memory_budget_bytes": self.memory_budget_bytes,
-            "over_budget": self.over_budget,
-            "advertise_host": self.advertise_host,
-            "interface": self.interface,
-            "ports": self.ports,
-            "job": self.job,
-            "preemptible": self.preemptible,
-            "connect_timeout_s": self.connect_timeout_s,
         }
         return Client(self.hub, run=self.run, model=self.model, replica=replica or self.replica, **{**own, **given})
 

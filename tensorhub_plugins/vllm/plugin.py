@@ -19,8 +19,8 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
@@ -212,6 +212,19 @@ def wrap(owner: Any, name: str, new: Callable[..., Any]) -> None:
 
     setattr(wrapped, NAME, True)
     setattr(owner, name, wrapped)
+
+
+@contextmanager
+def replaced(owner: Any, **others: Any) -> Iterator[None]:
+    """Put these in the place of what a module, a class or an object has of their names, for as long as this lasts."""
+    before = {name: getattr(owner, name) for name in others}
+    try:
+        for name, other in others.items():
+            setattr(owner, name, other)
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(owner, name, original)
 
 
 def _is_ours(vllm_config: Any) -> bool:

@@ -91,7 +91,7 @@ def test_another_program_is_refused() -> None:
 def test_what_is_wrong_is_said_in_one_line(
     more: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tensorhub_plugins.openrlhf.hub.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("tensorhub_plugins.vllm.ray.hub.CONNECT_TIMEOUT_S", 0.2)
     assert doctor.main([*JOB, *more]) == 1
     said = capsys.readouterr()
     line, *_, last = said.err.splitlines()

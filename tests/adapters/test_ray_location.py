@@ -82,7 +82,7 @@ def test_clients_and_workers_say_what_the_node_says(monkeypatch: pytest.MonkeyPa
         if environment is not None:
             monkeypatch.setenv("TENSORHUB_PREEMPTIBLE", environment)
         said: list[object] = []
-        monkeypatch.setattr(config, "Client", lambda *_, said=said, **options: said.append(options["preemptible"]))
+        monkeypatch.setattr(vllm_config, "Client", lambda *_, said=said, **had: said.append(had["preemptible"]))
         config.connect(given, replica="trainer")
         assert said == [expected]
         assert WorkerConfig.parse(config.worker_config(given, replica="rollout-0")).preemptible is expected
@@ -95,11 +95,8 @@ def test_the_network_of_the_options_reaches_clients_and_workers(monkeypatch: pyt
         given = msgspec.structs.replace(given, hub="tcp://10.0.0.1:1", run="r")
         said: dict[str, object] = {}
         worker = WorkerConfig.parse(config.worker_config(given, replica="rollout-0"))
-        for module, connect in (
-            (config, lambda given=given: config.connect(given, replica="trainer")),
-            (vllm_config, worker.connect),
-        ):
-            monkeypatch.setattr(module, "Client", lambda *_, said=said, **options: said.update(options))
+        monkeypatch.setattr(vllm_config, "Client", lambda *_, said=said, **options: said.update(options))
+        for connect in (lambda given=given: config.connect(given, replica="trainer"), worker.connect):
             connect()
             assert (said["interface"], said["ports"]) == (given.interface, given.ports)
             assert said.pop("advertise_host") == "10.0.0.5"

@@ -9,9 +9,10 @@ pytest.importorskip("verl", reason="its configuration is read")
 
 from tensorhub_plugins.core import start_server  # noqa: E402
 from tensorhub_plugins.core.cli import main as command  # noqa: E402
-from tensorhub_plugins.verl import checks, config, doctor, driver, stock  # noqa: E402
-from tensorhub_plugins.vllm.command_line import words_of  # noqa: E402
+from tensorhub_plugins.verl import checks, config, doctor, stock  # noqa: E402
+from tensorhub_plugins.vllm.command_line import folder_of, words_of  # noqa: E402
 from tensorhub_plugins.vllm.outlook import Outlook, count  # noqa: E402
+from tensorhub_plugins.vllm.ray import hub as ray_hub  # noqa: E402
 
 pytestmark = pytest.mark.heavy  # verl and vLLM are imported, whole
 
@@ -90,7 +91,7 @@ def test_what_will_happen_is_said_and_the_hub_asked(job, capsys):
 
 
 def test_a_hub_that_does_not_answer_is_named(job, monkeypatch):
-    monkeypatch.setattr(driver, "CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(ray_hub, "CONNECT_TIMEOUT_S", 0.3)
     (wrong,) = looked([*SEPARATE, *PULL, *job, f"{OPTIONS}.hub=tcp://127.0.0.1:9"]).wrong
     assert wrong.startswith("no hub answers at tcp://127.0.0.1:9: start one with `tensorhub server")
 
@@ -331,7 +332,7 @@ def test_a_configuration_that_looks_for_verls_in_the_working_folder_is_said_to(j
     line = [*ONE_STEP_OFF[:1], APART, *PULL, *job]
     (wrong,) = looked(line).wrong
     assert f"start it there, or add {SEARCH}" in wrong
-    monkeypatch.chdir(doctor.verl_folder().parent)
+    monkeypatch.chdir(folder_of("verl", "verl").parent)
     assert not looked(line).wrong
 
 

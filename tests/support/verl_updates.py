@@ -16,7 +16,7 @@ from verl.utils.tracking import Tracking
 from tensorhub_plugins.core import Client, VersionRefused
 from tensorhub_plugins.verl import trainer as checkpoint_engine
 from tensorhub_plugins.verl.null_worker import NullWorker, validation_of
-from tensorhub_plugins.verl.stock import replaced
+from tensorhub_plugins.vllm.plugin import replaced
 
 RUN = "r"
 TIMEOUT_S = 30.0
@@ -273,7 +273,7 @@ def fully_async(run: Run, batches: int) -> int:
         _step_wait_times=[],
         _step_wait_samples=[],
     )
-    with replaced(theirs, "ray", SimpleNamespace(get=_results)):
+    with replaced(theirs, ray=SimpleNamespace(get=_results)):
         asyncio.run(trainer._fit_update_weights())  # as verl's main does before it calls `fit`
         asyncio.run(trainer.fit())
     return int(trainer.current_param_version)

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import ray
 
-from tensorhub_plugins.core import PREEMPTIBLE_VARIABLE, Client, Location, UsageError, here, with_faster
+from tensorhub_plugins.core import PREEMPTIBLE_VARIABLE, Client, Location, Publisher, UsageError, here, with_faster
 from tensorhub_plugins.core.options import StoreOptions, TrainingOptions
+from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.ray import secret
 
 LABEL_PREFIX = "tensorhub.io/"  # ray start --labels tensorhub.io/data-center=eu,tensorhub.io/rack=r7
@@ -62,24 +63,23 @@ def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count
     """Make a client of the store, whose hub and run are known by now."""
     assert given.hub is not None and given.run is not None
     secret.learn()
-    return Client(
-        given.hub,
-        run=given.run,
-        model=given.model,
-        replica=replica,
-        shard=shard,
-        shard_count=shard_count,
-        location=location_of(given),
-        transports=given.transports,
-        digest=given.digest,
-        delta=given.delta,
-        memory_budget_bytes=given.memory_budget_bytes,
-        over_budget=given.over_budget,
-        advertise_host=node_addresses(),
-        interface=given.interface,
-        ports=given.ports,
-        job=job(),
-        preemptible=is_preemptible(),
+    return WorkerConfig(**worker_config(given, replica=replica)).connect(shard=shard, shard_count=shard_count)
+
+
+def publisher_of(client: Client, given: TrainingOptions, **own: Any) -> Publisher:
+    """Make the publisher of this trainer rank's client. own: options of Publisher that depend on the framework."""
+    return Publisher(
+        client,
+        rank=client.shard,
+        ranks=client.shard_count,
+        worker=f"{client.replica}/{client.shard}",
+        keep=given.keep,
+        timeout_s=given.timeout_s,
+        retain=given.retain,
+        begins=True,
+        in_background=given.in_background,
+        device_room_bytes=given.device_room_bytes,
+        **own,
     )
 
 

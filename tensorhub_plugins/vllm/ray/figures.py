@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from tensorhub_plugins.core import steps_behind, version_text
-from tensorhub_plugins.vllm.ray.members import Members
+from tensorhub_plugins.vllm.ray.members import Member, Members
 
 WAYS: Mapping[str, Callable[[str], bool]] = {  # of the bytes of pulls, by the names of core's ways
     "same_host": lambda way: way.startswith("same_host "),
@@ -18,15 +18,8 @@ WAYS: Mapping[str, Callable[[str], bool]] = {  # of the bytes of pulls, by the n
 }
 
 
-class Serves(Protocol):
-    """A replica that gets requests. installed_at: when its version was first heard of."""
-
-    version: int
-    installed_at: float
-
-
 def of_replicas(
-    serving: Collection[Serves], *, lost: int, refused: int, published: int, now: float
+    serving: Collection[Member], *, lost: int, refused: int, published: int, now: float
 ) -> dict[str, float]:
     """Return how many there are, and by how many steps they are behind the newest version, at least one for a version
     of an earlier attempt.

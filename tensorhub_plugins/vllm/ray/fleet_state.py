@@ -361,7 +361,7 @@ class FleetState:
             self._move(spare, "starting", "", now)
         else:  # it is told when it says that it is a spare
             self._changed(spare, now)
-        self._effects.append(events.Say(f"{spare.name} joins, a spare"))
+        self._say(f"{spare.name} joins, a spare")
 
     def _keep_spares(self, now: float) -> None:
         """Start spares when there is room, and everything else is well; stop one whose place is wanted."""
@@ -394,13 +394,13 @@ class FleetState:
     def _fail(self, member: _Member, why: str, now: float) -> None:
         self._stop(member, why, now)
         if member.kind not in ("joined", "spare"):
-            self._effects.append(events.Say(f"{member.name} {member.url} did not start: {why}"))
+            self._say(f"{member.name} {member.url} did not start: {why}")
             return
         delay_s = min(START_DELAY_MAX_S, START_DELAY_S * 2 ** self.failures[member.kind])
         self.failures[member.kind] = min(self.failures[member.kind] + 1, 32)
         self.start_again_at[member.kind] = now + delay_s
         self.last_failure = why if member.kind == "joined" else self.last_failure
-        self._effects.append(events.Say(f"{member.name} did not start, the next try is in {delay_s:.0f} s: {why}"))
+        self._say(f"{member.name} did not start, the next try is in {delay_s:.0f} s: {why}")
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -447,9 +447,7 @@ class FleetState:
             return
         delay_s = min(STOP_DELAY_MAX_S, STOP_DELAY_S * 2**member.stops)
         member.stops, member.deadline = min(member.stops + 1, 32), now + delay_s
-        self._effects.append(
-            events.Say(f"{name} has not given back what it used, the next try is in {delay_s:.0f} s: {why}")
-        )
+        self._say(f"{name} has not given back what it used, the next try is in {delay_s:.0f} s: {why}")
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -465,7 +463,7 @@ class FleetState:
             if not self.policy:
                 raise UsageError("this run has no policy: start it with option fleet_policy, or give a number")
             self.by_policy = True
-            self._effects.append(events.Say(f"the target is set by {self.policy}"))
+            self._say(f"the target is set by {self.policy}")
             return
         if not events.is_whole(target):
             raise UsageError(f"target {target!r}: give a whole number of replicas")
@@ -473,9 +471,7 @@ class FleetState:
             raise UsageError(f"target {target}: fleet_min and fleet_max allow {self.minimum} to {self.maximum}")
         if self.by_policy:
             self.by_policy = False
-            self._effects.append(
-                events.Say(f"{self.policy} no longer sets the target (`tensorhub fleet target policy` undoes)")
-            )
+            self._say(f"{self.policy} no longer sets the target (`tensorhub fleet target policy` undoes)")
         self._aim(target, "people")
 
     def _policy_said(self, target: int) -> None:
@@ -494,7 +490,7 @@ class FleetState:
         member = _Member(f"external-{self.next_external}", "external", "starting", now, url=url)
         self.next_external += 1
         self._launch(member, now)
-        self._effects.append(events.Say(f"{url} joins as {member.name}"))
+        self._say(f"{url} joins as {member.name}")
 
     def _drain_by_name(self, event: events.Drain, now: float) -> None:
         member = self.members.get(event.name)
@@ -505,14 +501,14 @@ class FleetState:
         events.check_timeout(event.timeout_s)
         if member.kind in ("first", "joined") and member.state != "draining" and member.leaves_within_s is None:
             if self.wanted == self.minimum:
-                self._effects.append(events.Say(f"another one is started in its place: fleet_min is {self.minimum}"))
+                self._say(f"another one is started in its place: fleet_min is {self.minimum}")
             self._aim(max(self.minimum, self.wanted - 1), "people")
         if member.state == "ready" and not event.now and len(self._ready()) <= self.minimum:
             member.leaves_within_s = event.timeout_s
             self._move(member, "ready", f"{BY_NAME}, and waits until others are ready", now)
             return
         self._drain(member, event.timeout_s, BY_NAME, now)
-        self._effects.append(events.Say(self._how_it_leaves(member, event.timeout_s)))
+        self._say(self._how_it_leaves(member, event.timeout_s))
 
     def _drain_nodes(self, event: events.DrainNodes, now: float) -> None:
         there = [
@@ -530,9 +526,9 @@ class FleetState:
         self.avoided |= event.nodes & self.nodes.keys()
         for member in there:
             self._drain(member, event.timeout_s, event.why, now)
-            self._effects.append(events.Say(self._how_it_leaves(member, event.timeout_s)))
+            self._say(self._how_it_leaves(member, event.timeout_s))
         if not there:
-            self._effects.append(events.Say("no member is there; none will be started there"))
+            self._say("no member is there; none will be started there")
 
     def _undrain_nodes(self, nodes: frozenset[str], host: str) -> None:
         if not nodes & self.nodes.keys():
@@ -540,7 +536,7 @@ class FleetState:
         if not nodes & self.avoided:
             raise UsageError(f"node {host} is not drained")
         self.avoided -= nodes
-        self._effects.append(events.Say(f"replicas may be started on {host} again"))
+        self._say(f"replicas may be started on {host} again")
 
     def _how_it_leaves(self, member: _Member, timeout_s: float) -> str:
         if member.state == "stopping":
@@ -555,12 +551,12 @@ class FleetState:
             if isinstance(one, events.Changed) and one.member.state == "draining"
         ]
         if started:
-            self._effects.append(events.Say(f"starting {', '.join(started)}"))
+            self._say(f"starting {', '.join(started)}")
         if leaving:
-            self._effects.append(events.Say(f"draining {', '.join(leaving)}"))
+            self._say(f"draining {', '.join(leaving)}")
         lacking = self.wanted - len(self._own())
         if lacking > 0:
-            self._effects.append(events.Say(f"{lacking} more will be started later: {self._why_later(now)}"))
+            self._say(f"{lacking} more will be started later: {self._why_later(now)}")
 
     def _why_later(self, now: float) -> str:
         if not self.is_known:
@@ -579,11 +575,9 @@ class FleetState:
         if member is not None and member.leaves_within_s is not None:
             one = "the last that is ready" if len(ready) == 1 else f"one of {len(ready)} that are ready"
             one += f", and fleet_min is {self.minimum}" if self.minimum > 1 else ""
-            self._effects.append(
-                events.Say(f"{member.name} is {one}: it drains when {successor}, or at once with --now")
-            )
+            self._say(f"{member.name} is {one}: it drains when {successor}, or at once with --now")
         elif was_ready and not ready:
-            self._effects.append(events.Say(f"it was the last that is ready: requests wait until {successor}"))
+            self._say(f"it was the last that is ready: requests wait until {successor}")
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
@@ -596,6 +590,9 @@ class FleetState:
             if state in ("stopping", "gone"):
                 member.in_flight = 0
             self._changed(member, now)
+
+    def _say(self, text: str) -> None:
+        self._effects.append(events.Say(text))
 
     def _changed(self, member: _Member, now: float) -> None:
         self._effects.append(events.Changed(self._shown(member, now)))

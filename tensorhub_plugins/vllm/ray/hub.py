@@ -14,12 +14,13 @@ from typing import Any
 
 import ray
 
-from tensorhub_plugins.core import UsageError, ports_of
+from tensorhub_plugins.core import Client, HubUnreachable, UsageError, ports_of
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import node_address
 from tensorhub_plugins.vllm.ray.handles import answer
 
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head node only
+CONNECT_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 300.0  # an actor's process on a busy machine: a minute; placing it on a cluster that scales: more
 ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
 
@@ -52,6 +53,20 @@ def run_name(framework: str) -> str:
     """Return a name for the run at the hub, unique for this Ray cluster and job."""
     context = ray.get_runtime_context()
     return f"{framework}-{context.get_session_name()}-{context.get_job_id()}"
+
+
+def check(address: str, otherwise: str) -> None:
+    """UsageError unless a hub answers there. otherwise: what else users can do than to start one."""
+    try:
+        Client(address, run="probe", model="probe", replica="probe", connect_timeout_s=CONNECT_TIMEOUT_S).close()
+    except HubUnreachable as error:
+        raise unanswered(error, address, otherwise) from error
+
+
+def unanswered(error: Exception, address: str, otherwise: str) -> UsageError:
+    """Return the error for a hub that cannot be reached at the start."""
+    start = f"start one with `tensorhub server --address {address}`"
+    return UsageError(f"no hub answers at {address}: {start}, {otherwise} ({error})")
 
 
 def _free_address(ports: str | None) -> tuple[str, int]:

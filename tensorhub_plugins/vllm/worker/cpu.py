@@ -10,13 +10,14 @@ in one place, where they are seen; a reload makes experts pack again (`forget_ex
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.plugin import replaced
 from tensorhub_plugins.vllm.worker import online
 
 # MLA's matrices on a CPU with AMX: as weights.PLAIN_ATTRIBUTES has them, and as the implementation does.
@@ -39,14 +40,11 @@ def live_layers() -> Iterator[None]:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     living = {UnquantizedLinearMethod: _living, UnquantizedEmbeddingMethod: _living, MLAAttention: _living_mla}
-    stock = {cls: cls.process_weights_after_loading for cls in living}
-    try:
+    with ExitStack() as stack:
         for cls, wrapped in living.items():
-            cls.process_weights_after_loading = wrapped(stock[cls])
+            living_one = wrapped(cls.process_weights_after_loading)
+            stack.enter_context(replaced(cls, process_weights_after_loading=living_one))
         yield
-    finally:
-        for cls, original in stock.items():
-            cls.process_weights_after_loading = original
 
 
 def _living(original: Any) -> Any:

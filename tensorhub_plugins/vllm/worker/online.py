@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.plugin import replaced
 from tensorhub_plugins.vllm.worker.votes import Steps
 
 KINDS = "--quantization fp8 (or fp8_per_channel, fp8_per_block)"
@@ -99,9 +100,7 @@ def in_step(model: torch.nn.Module, steps: Steps) -> Iterator[None]:
     places.append((layerwise, "_layerwise_process", processed))
     with ExitStack() as stack:
         for module, name, new in places:
-            original = getattr(module, name)
-            stack.callback(setattr, module, name, original)
-            setattr(module, name, partial(new, original))
+            stack.enter_context(replaced(module, **{name: partial(new, getattr(module, name))}))
         yield
 
 

@@ -10,18 +10,18 @@ raw copy from a peer. (Captured graphs point to the layer's own, so only eager s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from tensorhub_plugins.vllm.plugin import replaced
 
 DEPTH_MAX = 8  # of objects in objects: method -> kernel -> experts -> config -> description -> tensor
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
-@contextmanager
-def rebound_references(model: torch.nn.Module) -> Iterator[None]:
+def rebound_references(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Rebind references in all layers that vLLM's reload processes within this block."""
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -36,11 +36,7 @@ def rebound_references(model: torch.nn.Module) -> Iterator[None]:
         moved = [(one, other) for one, other in pairs if one is not None and other is not None]
         rebind(getattr(layer, "quant_method", None), moved, skip=modules)
 
-    layerwise._copy_and_restore_kernel_tensors = copy_and_restore
-    try:
-        yield
-    finally:
-        layerwise._copy_and_restore_kernel_tensors = original
+    return replaced(layerwise, _copy_and_restore_kernel_tensors=copy_and_restore)
 
 
 def rebind(root: Any, moved: list[tuple[torch.Tensor, torch.Tensor]], *, skip: set[int]) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from tensorhub_plugins.core import synchronize
+from tensorhub_plugins.vllm.plugin import replaced
 from tensorhub_plugins.vllm.worker import cpu, draft, weights
 from tensorhub_plugins.vllm.worker.preserved import preserved
 from tensorhub_plugins.vllm.worker.references import rebound_references
@@ -46,17 +47,12 @@ def reload_checkpoint(
     synchronize(model.parameters())
 
 
-@contextmanager
-def defined_paddings() -> Iterator[None]:
+def defined_paddings() -> AbstractContextManager[None]:
     """Zero what a checkpoint does not fill, such as the padding of a kernel, instead of keeping old bytes."""
     from vllm.model_executor.model_loader.reload import meta
 
     original = meta.materialize_meta_tensor
-    meta.materialize_meta_tensor = lambda tensor: original(tensor).zero_()
-    try:
-        yield
-    finally:
-        meta.materialize_meta_tensor = original
+    return replaced(meta, materialize_meta_tensor=lambda tensor: original(tensor).zero_())
 
 
 @contextmanager
@@ -101,13 +97,11 @@ def loaded_in_place(model: torch.nn.Module, names: Collection[str]) -> Iterator[
             info.kernel_tensors = parameters, buffers
             layerwise._place_kernel_tensors(layer, info)  # all, in the order that they had
 
-    layerwise._layerwise_process, meta.materialize_meta_tensor = processed, materialized
-    layerwise._copy_and_restore_kernel_tensors = restored
-    try:
+    with (
+        replaced(layerwise, _layerwise_process=processed, _copy_and_restore_kernel_tensors=restored),
+        replaced(meta, materialize_meta_tensor=materialized),
+    ):
         yield
-    finally:
-        layerwise._layerwise_process, meta.materialize_meta_tensor = process, materialize
-        layerwise._copy_and_restore_kernel_tensors = restore
 
 
 @contextmanager
