@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
 from typing import Any
 
 from tensorhub_plugins.core.log import get_logger
@@ -22,33 +21,30 @@ DRAIN_TIMEOUT_S = 600.0  # for one worker: it may be in the middle of an install
 POSITIONAL_MAX = 3  # timeout, args and kwargs; what follows says which worker answers, and vLLM gives it by name
 
 
-def all_fetched(original: Callable[..., Any], is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
+def all_fetched(
+    is_ours: Callable[[Any], bool], original: Any, executor: Any, method: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Wrap MultiprocExecutor.collective_rpc so that no answer is left behind. is_ours: whether that goes for calls of
     vLLM, too."""
-
-    @wraps(original)
-    def collective_rpc(executor: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        queues = getattr(executor, "response_mqs", None)
-        named = isinstance(method, str) and method.startswith(OUR_METHODS)
-        everyone_answers = kwargs.get("unique_reply_rank") is None and len(args) <= POSITIONAL_MAX
-        if not queues or not (named or is_ours(executor)) or not everyone_answers or kwargs.get("non_block"):
-            return original(executor, method, *args, **kwargs)
-        answers = [_Queue(queue) for queue in queues]
-        executor.response_mqs = answers
-        try:
-            return original(executor, method, *args, **kwargs)
-        except TimeoutError:
-            raise  # a call with a deadline does not wait for the others
-        except Exception:
-            if any(answer.came for answer in answers):  # else no worker was asked
-                for answer in answers:
-                    answer.drain(method)
-            raise
-        finally:
-            if executor.response_mqs is answers:  # it is another list once the executor is shut down
-                executor.response_mqs = queues
-
-    return collective_rpc
+    queues = getattr(executor, "response_mqs", None)
+    named = isinstance(method, str) and method.startswith(OUR_METHODS)
+    everyone_answers = kwargs.get("unique_reply_rank") is None and len(args) <= POSITIONAL_MAX
+    if not queues or not (named or is_ours(executor)) or not everyone_answers or kwargs.get("non_block"):
+        return original(executor, method, *args, **kwargs)
+    answers = [_Queue(queue) for queue in queues]
+    executor.response_mqs = answers
+    try:
+        return original(executor, method, *args, **kwargs)
+    except TimeoutError:
+        raise  # a call with a deadline does not wait for the others
+    except Exception:
+        if any(answer.came for answer in answers):  # else no worker was asked
+            for answer in answers:
+                answer.drain(method)
+        raise
+    finally:
+        if executor.response_mqs is answers:  # it is another list once the executor is shut down
+            executor.response_mqs = queues
 
 
 class _Queue:

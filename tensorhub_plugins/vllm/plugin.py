@@ -193,24 +193,25 @@ def _add_draining(multiproc_executor: Any) -> None:
     """Fetch every answer: one that is not fetched is taken for the answer to the next call."""
     from tensorhub_plugins.vllm.answers import all_fetched
 
-    executor = multiproc_executor.MultiprocExecutor
-    if hasattr(executor.collective_rpc, NAME):
-        return
-    executor.collective_rpc = all_fetched(executor.collective_rpc, lambda self: _is_ours(self.vllm_config))
-    setattr(executor.collective_rpc, NAME, True)
+    all_are = partial(all_fetched, lambda self: _is_ours(self.vllm_config))
+    wrap(multiproc_executor.MultiprocExecutor, "collective_rpc", all_are)
 
 
 def wrap(owner: Any, name: str, new: Callable[..., Any]) -> None:
     """Have `new` called in the place of that function of a class or module, with the original first; once."""
+    if not hasattr(getattr(owner, name), NAME):
+        around(owner, name, new)
+        setattr(getattr(owner, name), NAME, True)
+
+
+def around(owner: Any, name: str, new: Callable[..., Any]) -> None:
+    """Do what `wrap` does, of an object, too, and each time anew."""
     original = getattr(owner, name)
-    if hasattr(original, NAME):
-        return
 
     @wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return new(original, *args, **kwargs)
 
-    setattr(wrapped, NAME, True)
     setattr(owner, name, wrapped)
 
 

@@ -57,7 +57,7 @@ def failed(executor: Executor, *workers: int, error: str = "refused", **options:
 
 
 def call(executor: Executor, method: str, ours: bool = False, **options: Any) -> Any:
-    return all_fetched(Executor.collective_rpc, lambda asked: ours)(executor, method, **options)
+    return all_fetched(lambda asked: ours, Executor.collective_rpc, executor, method, **options)
 
 
 @pytest.mark.parametrize("workers", [(0,), (1,), (2,), (0, 1), (0, 2), (0, 1, 2)])

@@ -30,8 +30,9 @@ class Snapshot:
 def requested(snapshot: Snapshot) -> int:
     """Return what vLLM would find."""
     config = SimpleNamespace(gpu_memory_utilization=0.9)
-    ask = need.waiting(lambda given, _: int(given.free_memory), lambda: snapshot.now, snapshot.sleep)
-    return ask(snapshot, config)
+    return need.request_memory(
+        lambda given, _: int(given.free_memory), snapshot, config, lambda: snapshot.now, snapshot.sleep
+    )
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,9 @@ def test_a_start_behind_a_killed_engine_waits_for_its_memory(place, figure):
             assert free_bytes() < utilization * torch.cuda.mem_get_info()[1], "the control: it is not there"
             process.kill()
     began = time.perf_counter()
-    ask = need.waiting(lambda snapshot, _: int(snapshot.free_memory))
-    snapshot = Snapshot(place)
-    assert ask(snapshot, SimpleNamespace(gpu_memory_utilization=utilization)) >= utilization * snapshot.total_memory
+    snapshot, config = Snapshot(place), SimpleNamespace(gpu_memory_utilization=utilization)
+    found = need.request_memory(lambda snapshot, _: int(snapshot.free_memory), snapshot, config)
+    assert found >= utilization * snapshot.total_memory
     figure("memory of a killed process is free again after, s", time.perf_counter() - began)
 
 

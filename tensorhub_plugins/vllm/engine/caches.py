@@ -11,10 +11,11 @@ Where weights have changed and vLLM has not forgotten since, the caches are *sta
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from tensorhub_plugins.core import TensorHubError, UsageError
+from tensorhub_plugins.vllm.plugin import around
 
 NAMED_MAX = 3  # of the requests that keep blocks
 WAY_OUT = "abort them, or wait until they end"
@@ -44,16 +45,16 @@ class Caches:
         self.is_stale = False
         self.refusal = ""  # why it has stayed so
         core.tensorhub_epoch = partial(epoch, core)
-        original = core.reset_prefix_cache
 
-        @wraps(original)
-        def reset_prefix_cache(reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+        def reset_prefix_cache(
+            original: Any, reset_running_requests: bool = False, reset_connector: bool = False
+        ) -> Any:
             if reset_running_requests:  # the store's own adapters ask for that at each change of the weights
                 core.tensorhub_epochs = epoch(core) + 1
                 self._release_sessions()
             return original(reset_running_requests, reset_connector)
 
-        core.reset_prefix_cache = reset_prefix_cache
+        around(core, "reset_prefix_cache", reset_prefix_cache)
 
     def forget(self) -> None:
         """Forget all, or raise StaleCaches, with nothing changed but that requests are computed anew: not all could be
@@ -122,7 +123,7 @@ class Caches:
             return
         if not self._is_asked:  # only now there is a scheduler
             self._is_asked = True
-            scheduler._update_request_as_session = self._continued(scheduler._update_request_as_session)
+            around(scheduler, "_update_request_as_session", self._continue)
         self._let_go = {name: count for name, count in self._let_go.items() if name in scheduler.requests}
         for name, request in scheduler.requests.items():
             if not (request.resumable and request.num_computed_tokens):
@@ -135,18 +136,14 @@ class Caches:
             scheduler.encoder_cache_manager.free(request)
             request.num_computed_tokens = 0
 
-    def _continued(self, original: Any) -> Any:
-        @wraps(original)
-        def update_request_as_session(session: Any, update: Any) -> Any:
-            """Wrap an update of a session: vLLM keeps of it the tokens that were computed, which it asks for by their
-            number."""
-            computed = self._let_go.pop(session.request_id, None)
-            if computed is None:
-                return original(session, update)
-            session.num_computed_tokens = computed
-            try:
-                return original(session, update)
-            finally:
-                session.num_computed_tokens = 0
-
-        return update_request_as_session
+    def _continue(self, original: Any, session: Any, update: Any) -> Any:
+        """Wrap an update of a session: vLLM keeps of it the tokens that were computed, which it asks for by their
+        number."""
+        computed = self._let_go.pop(session.request_id, None)
+        if computed is None:
+            return original(session, update)
+        session.num_computed_tokens = computed
+        try:
+            return original(session, update)
+        finally:
+            session.num_computed_tokens = 0

@@ -16,6 +16,7 @@ from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.departures import Departures
 from tensorhub_plugins.vllm.engine.spans import Place, Spans, Start
 from tensorhub_plugins.vllm.lora import PATH
+from tensorhub_plugins.vllm.plugin import around
 
 INSTALL = "tensorhub_install"
 NO_VERSION = "none"
@@ -30,14 +31,12 @@ def label(core: Any, version: int | str) -> None:
 
 def before_shutdown(core: Any, first: Callable[[], None]) -> None:
     """Have this called when an engine core is shut down, while there is time: its process may be killed meanwhile."""
-    original = core.shutdown
 
-    @wraps(original)
-    def shutdown(*args: Any, **kwargs: Any) -> Any:
+    def shutdown(original: Any, *args: Any, **kwargs: Any) -> Any:
         first()
         return original(*args, **kwargs)
 
-    core.shutdown = shutdown
+    around(core, "shutdown", shutdown)
 
 
 class Following(TypedDict):
@@ -95,11 +94,9 @@ class Core:
         self.pause_mode, self.recompute = "keep", True  # see config.FollowConfig
         # What tokens are of, by what requests ask for: "": the weights, else an adapter. Used in the loop only.
         self.spans = {"": Spans()}
-        core.collective_rpc = self._labelled(core.collective_rpc)
-        original = core._handle_client_request
+        around(core, "collective_rpc", self._label)
 
-        @wraps(original)
-        def handle_client_request(request_type: Any, request: Any) -> None:
+        def handle_client_request(original: Any, request_type: Any, request: Any) -> None:
             if request_type == self._wake_up and callable(request):
                 request()  # ours; vLLM's own carries nothing
                 return
@@ -109,7 +106,7 @@ class Core:
                     self.spans[self._target_of(asked)].added(asked.request_id)
             original(request_type, request)
 
-        core._handle_client_request = handle_client_request
+        around(core, "_handle_client_request", handle_client_request)
         self._held = False  # by our update, from pause to resume
         self._is_stopped = False  # by us, as well when that update has failed half way
         self._is_theirs = False  # another client has paused it meanwhile, and not resumed
@@ -118,18 +115,15 @@ class Core:
         core.pause_scheduler = self._their_pause = self._unless_held(self._pause)
         core.resume_scheduler = self._unless_held(self._resume)
 
-    def _labelled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _label(
+        self, original: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Have every install change what tokens are of in the very call in which it changes weights: no step is made,
         and no request comes, between the two."""
-
-        @wraps(original)
-        def collective_rpc(method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
-            answers = original(method, timeout, args, kwargs)
-            if method == INSTALL and all(answer["installed"] for answer in answers):
-                self.relabel(args[0] if args else kwargs["version"], (kwargs or {}).get("target", ""))
-            return answers
-
-        return collective_rpc
+        answers = original(method, timeout, args, kwargs)
+        if method == INSTALL and all(answer["installed"] for answer in answers):
+            self.relabel(args[0] if args else kwargs["version"], (kwargs or {}).get("target", ""))
+        return answers
 
     def _unless_held(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Defer what another client asks while our update has stopped the engine: nothing runs on weights that are half

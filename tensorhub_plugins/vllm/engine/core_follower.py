@@ -25,10 +25,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -50,6 +50,7 @@ from tensorhub_plugins.vllm.engine.ranks import FirstRank, OtherRank, store_of
 from tensorhub_plugins.vllm.engine.spans import Place, Start
 from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.names import NAME
+from tensorhub_plugins.vllm.plugin import around
 from tensorhub_plugins.vllm.worker.extension import learn_secret
 from tensorhub_plugins.vllm.worker.methods import may_change_weights
 
@@ -83,8 +84,8 @@ def attach(core: Any, vllm_config: Any, *, owned: bool = False) -> None:
             f"vLLM's engine core has no {', '.join(missing)}: use a version that the store was tested with"
         )
     caches = Caches(core)
-    core.collective_rpc = _as_one(core, caches, core.collective_rpc)
-    core.resume_scheduler = _only_if_whole(core, caches, core.resume_scheduler)
+    around(core, "collective_rpc", partial(_as_one, core, caches))
+    around(core, "resume_scheduler", partial(_only_if_whole, core, caches))
     core.tensorhub_status, core.tensorhub_updates = lambda: None, list  # it does not follow
     core.tensorhub_label = partial(label, core)
     if vllm_config.load_config.load_format == NAME:
@@ -104,10 +105,10 @@ def own(core: Any, caches: Caches) -> None:
     whole.settle(_version(core) or 0)
 
 
-def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable[..., Any]:
+def _as_one(core: Any, caches: Caches, original: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
     """Have what changes weights change caches and label with them, also when it fails."""
 
-    def change(method: str, *args: Any, **kwargs: Any) -> Any:
+    def change() -> Any:
         before = _version(core)
 
         def settled() -> int | None:
@@ -130,30 +131,26 @@ def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable
             core.tensorhub_label(after or 0)
         return result
 
-    @wraps(original)
-    def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
-        if method == "finish_weight_update" and caches.why_stale():
-            raise StaleCaches(caches.refusal)
-        if method == "start_weight_update":
-            return change(method, *args, **kwargs)
-        if method not in CHANGES and not may_change_weights(method):
-            answers = original(method, *args, **kwargs)
-            return [*answers, caches.refusal or None] if method == "tensorhub_health" else answers
-        if method in CHANGES:
-            caches.check_steps()
-            caches.forget()  # or nothing changes
-            caches.is_stale = True
-        try:
-            result = change(method, *args, **kwargs)
-        finally:
-            why = caches.why_stale()
-            if why and not core.is_scheduler_paused():
-                core.pause_scheduler("keep", False)
-        if why:
-            raise StaleCaches(f"{why}; the engine stands still until somebody resumes it")
-        return result
-
-    return collective_rpc
+    if method == "finish_weight_update" and caches.why_stale():
+        raise StaleCaches(caches.refusal)
+    if method == "start_weight_update":
+        return change()
+    if method not in CHANGES and not may_change_weights(method):
+        answers = original(method, *args, **kwargs)
+        return [*answers, caches.refusal or None] if method == "tensorhub_health" else answers
+    if method in CHANGES:
+        caches.check_steps()
+        caches.forget()  # or nothing changes
+        caches.is_stale = True
+    try:
+        result = change()
+    finally:
+        why = caches.why_stale()
+        if why and not core.is_scheduler_paused():
+            core.pause_scheduler("keep", False)
+    if why:
+        raise StaleCaches(f"{why}; the engine stands still until somebody resumes it")
+    return result
 
 
 def _version(core: Any) -> int | None:
@@ -166,20 +163,16 @@ def _is_broken(core: Any) -> bool:
     return any(core.model_executor.collective_rpc("tensorhub_health"))
 
 
-def _only_if_whole(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def resume_scheduler(*args: Any, **kwargs: Any) -> Any:
-        # Where all data parallel ranks stand still they resume as one, or none does: the others would wait for it.
-        stale = caches.why_stale()
-        if getattr(core, "ignore_start_dp_wave", False):
-            core.model_executor.collective_rpc("tensorhub_guard_all", args=(stale,))
-        else:
-            core.model_executor.collective_rpc("tensorhub_guard")
-        if stale:
-            raise StaleCaches(stale)
-        return original(*args, **kwargs)
-
-    return resume_scheduler
+def _only_if_whole(core: Any, caches: Caches, original: Any, *args: Any, **kwargs: Any) -> Any:
+    # Where all data parallel ranks stand still they resume as one, or none does: the others would wait for it.
+    stale = caches.why_stale()
+    if getattr(core, "ignore_start_dp_wave", False):
+        core.model_executor.collective_rpc("tensorhub_guard_all", args=(stale,))
+    else:
+        core.model_executor.collective_rpc("tensorhub_guard")
+    if stale:
+        raise StaleCaches(stale)
+    return original(*args, **kwargs)
 
 
 async def check_weights(engine: Any) -> None:

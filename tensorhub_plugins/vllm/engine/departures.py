@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any
+
+from tensorhub_plugins.vllm.plugin import around
 
 
 class Departures:
@@ -12,10 +13,8 @@ class Departures:
 
     def __init__(self, owner: Any, running: Callable[[], Iterable[str]]) -> None:
         self._gone: set[str] | None = None
-        original = owner.abort_requests
 
-        @wraps(original)
-        def abort_requests(*args: Any, **kwargs: Any) -> Any:
+        def abort_requests(original: Any, *args: Any, **kwargs: Any) -> Any:
             if self._gone is None:
                 return original(*args, **kwargs)
             before = set(running())
@@ -24,7 +23,7 @@ class Departures:
             finally:
                 self._gone |= before - set(running())
 
-        owner.abort_requests = abort_requests
+        around(owner, "abort_requests", abort_requests)
 
     def begin(self) -> None:
         """Note them from here on."""

@@ -51,6 +51,7 @@ from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memo
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, check_lora, is_further_rank, shares_experts
+from tensorhub_plugins.vllm.plugin import around
 from tensorhub_plugins.vllm.worker import adapters, addresses, cpu, draft, fingerprint, need, online, progress, weights
 from tensorhub_plugins.vllm.worker.external_change import external_change
 from tensorhub_plugins.vllm.worker.methods import CHANGE_WEIGHTS, may_change_weights
@@ -400,14 +401,12 @@ def _load_again(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
 def compare_unnamed(core: Any) -> None:
     """Wrap what vLLM's engine core asks of its workers for others. A function, or a private method, is on no list of
     names, and is not among the methods that `hook` wraps: the bytes are compared around it."""
-    original = core.collective_rpc
 
-    @wraps(original)
-    def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+    def collective_rpc(original: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         is_named = isinstance(method, str) and not method.startswith("_")
         return original(method if is_named else partial(run_unnamed, method), *args, **kwargs)
 
-    core.collective_rpc = collective_rpc
+    around(core, "collective_rpc", collective_rpc)
 
 
 def run_unnamed(method: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:

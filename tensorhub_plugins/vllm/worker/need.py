@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from tensorhub_plugins.core import Client
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.vllm.config import shares_experts
+from tensorhub_plugins.vllm.plugin import wrap
 from tensorhub_plugins.vllm.worker import online, quantize, weights
 
 logger = get_logger(__name__)
@@ -44,30 +44,25 @@ def wait_for_the_last(worker_class: type) -> None:
     """Have vLLM's worker wait for the device's memory before it refuses to start: of an engine that was killed the
     driver still frees it when the next one begins, which then fails until its restarts are used up."""
     module: Any = sys.modules.get(worker_class.__module__)
-    original = getattr(module, "request_memory", None)
-    if original is not None and not hasattr(original, "tensorhub_waits"):
-        module.request_memory = waiting(original)
+    if hasattr(module, "request_memory"):
+        wrap(module, "request_memory", request_memory)
 
 
-def waiting(
+def request_memory(
     original: Callable[[Any, Any], int],
+    snapshot: Any,
+    cache_config: Any,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Callable[[Any, Any], int]:
-    """Return vLLM's `request_memory`, called when there is enough, or when no more has come for FREED_S."""
-
-    @wraps(original)
-    def request_memory(snapshot: Any, cache_config: Any) -> int:
-        needed = snapshot.total_memory * cache_config.gpu_memory_utilization
-        most, since = snapshot.free_memory, now()
-        if most < needed:
-            logger.warning("%.1f GB of the device's memory are not free yet: waiting", (needed - most) / 1e9)
-        while snapshot.free_memory < needed and now() - since < FREED_S:
-            sleep(FREED_INTERVAL_S)
-            snapshot.measure()
-            if snapshot.free_memory > most:
-                most, since = snapshot.free_memory, now()
-        return original(snapshot, cache_config)
-
-    request_memory.tensorhub_waits = True  # type: ignore[attr-defined]
-    return request_memory
+) -> int:
+    """Call vLLM's when there is enough, or when no more has come for FREED_S."""
+    needed = snapshot.total_memory * cache_config.gpu_memory_utilization
+    most, since = snapshot.free_memory, now()
+    if most < needed:
+        logger.warning("%.1f GB of the device's memory are not free yet: waiting", (needed - most) / 1e9)
+    while snapshot.free_memory < needed and now() - since < FREED_S:
+        sleep(FREED_INTERVAL_S)
+        snapshot.measure()
+        if snapshot.free_memory > most:
+            most, since = snapshot.free_memory, now()
+    return original(snapshot, cache_config)
