@@ -71,7 +71,7 @@ class TensorHubEngine(_Stock):
         with compiled.announced(worker):
             await _Stock.__init__(self, *args, **kwargs)
         if rank:  # before its first version the weights alone are what is trained
-            self.llm.generate = for_adapter(self.llm.generate, self.options.model, self._has_version)
+            self.llm.generate = for_adapter(self.llm.generate, self.options.model, lambda: self.owned.has_version)
         self.llm.generate = named(self.llm.generate)
         self.worker = f"{name}/0"
         self.executor = Versioned(self.executor)
@@ -99,9 +99,6 @@ class TensorHubEngine(_Stock):
     async def _join(self) -> None:
         await self._follow()
         await self.owned.watch()
-
-    def _has_version(self) -> bool:
-        return self.owned.status.version > 0
 
     # --- what OpenRLHF asks for ---------------------------------------------------------------------------------------
 

@@ -72,10 +72,12 @@ async def test_without_partial_rollout_a_sample_is_of_one_version() -> None:
     later = ask(one, min_version=3)
     await settle()
     assert "pause" not in one.llm.calls and not later.done()
+    assert not one.owned.has_version  # the control
     one.llm.answers.set()
     assert [sample["extra_logs"][LAST] for sample in await answer] == [0, 0]
     await update
     assert [sample["extra_logs"][FIRST] for sample in await later] == [3, 3]
+    assert one.owned.has_version and one.owned.status.version == 0, "it answers with the adapter; the news is late"
 
 
 async def test_what_a_leaving_engine_gives_back_is_continued_token_by_token() -> None:

@@ -427,7 +427,7 @@ def test_an_engine_follows_when_its_owner_says_how_and_tells_it_everything(hub: 
         waiting = owned.tensorhub_ask("enter", ["a", 2])
         trainer.pin(1)
         assert news(owned, lambda told: told["pinned"] == 1)["stays"]
-        assert waiting.result(TIMEOUT_S) == (("", "", 0), None), "operators want what it has"
+        assert waiting.result(TIMEOUT_S) == (("", "", 0), 1), "operators want what it has"
         trainer.unpin()
         answered(owned, "tensorhub_ask", "release", [])
         assert not news(owned, lambda told: told["version"] == 2)["refusal"][0]

@@ -492,8 +492,9 @@ class Follower:
         self.is_held = False
         await self._notify()
 
-    async def enter(self, name: str, version: int) -> None:
-        """Return when this prompt may begin, see `answering`. It ends with `leave`, in any case."""
+    async def enter(self, name: str, version: int) -> int:
+        """Return when this prompt may begin, see `answering`: the version it begins with. It ends with `leave`, in any
+        case."""
         task = asyncio.current_task()
         assert task is not None
         self._prompts[name] = task
@@ -504,6 +505,7 @@ class Follower:
             self._prompts.pop(name, None)
             raise
         self._prompts[name] = prompt
+        return self.version
 
     async def leave(self, name: str) -> None:
         prompt = self._prompts.pop(name, None)

@@ -26,11 +26,12 @@ from tensorhub_plugins.vllm.ray.members import Heartbeat
 
 
 class OwnedEngine:
-    """engine: AsyncLLM. status: as the engine's follower has told last; version 0 before it follows."""
+    """engine: AsyncLLM. status: as the engine's follower has told last; version 0 before it follows. has_version: it
+    has had one since: a prompt is let in by the follower, of which the news may come later."""
 
     def __init__(self, engine: Any, worker: str) -> None:
         self.status, self.lifeline = Status(), Lifeline(engine, worker)
-        self._whole_prompts = False
+        self._whole_prompts = self.has_version = False
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -61,6 +62,7 @@ class OwnedEngine:
         while True:
             news = await self._ask("news", self.status.revision)
             self.status = msgspec.convert(news, Status)
+            self.has_version |= self.status.version > 0
             self.lifeline.busy_since = self.status.busy_since
             async with self._changed:
                 self._changed.notify_all()
@@ -79,7 +81,7 @@ class OwnedEngine:
             return
         name = uuid.uuid4().hex
         try:
-            await self._ask("enter", name, version)
+            self.has_version |= await self._ask("enter", name, version) > 0
             yield
         finally:
             with suppress(TensorHubError):  # it has left the store
