@@ -225,7 +225,7 @@ def _is_here(folder: Path, listed: str) -> bool:
     """Return whether a folder is of this run, and whole: of a trainer's nodes each may have a part of it."""
     try:
         return bool(json.loads((folder / listed).read_bytes()) == _files(folder))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # the latter: a host that lost its power may have left no bytes of it
         return False
 
 

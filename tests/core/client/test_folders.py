@@ -220,6 +220,10 @@ def test_a_trainers_node_with_a_part_of_the_files_gets_the_others(host: Callable
     assert not same(node, trainer, 1)  # the control
     node.fetch(1)
     assert same(node, trainer, 1) and not list(node.folder.glob(".weight*"))
+    for path in node.folder.glob("weight_v000001/**/*"):  # as after a loss of power
+        path.write_bytes(b"") if path.is_file() else None
+    node.fetch(1)
+    assert same(node, trainer, 1)
 
 
 def test_a_late_host_has_no_more_deltas_in_memory_than_an_early_one(
