@@ -148,7 +148,6 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         self._store = store
         self._version = 0  # the last one published
         self._has_begun = False
-        self._held: list[int] = []  # published, and not taken back
         self._linger_s = linger_s
 
     @classmethod
@@ -173,7 +172,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
     def send_weights(self, version: int | None = None) -> None:
         """Publish the source's weights as this version (None: one more than the last), and have the engines take it.
 
-        One that could not be published does not count; one that the engines did not take does, and they may yet. A
+        One that is refused does not count; one that the engines did not take does, and they may yet. A
         trainer that counts from one again supersedes what it published before it was started again.
         """
         if version is None:
@@ -196,14 +195,17 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
                 f"the source declares {min(lacking)}, and {len(lacking) - 1} more, that rank 0 got nothing of: rank 0 "
                 "publishes, so give it a source that it owns all parameters of, such as CheckpointSource(model)"
             )
-        self._store.publish(version, slab, strict=True)
-        self._version = version
-        self._held.append(version)
-        self._keep(2)  # engines that take none for long may go on from the last one, and need no others
+        before, self._version = self._version, version
+        try:
+            self._store.publish(version, slab, strict=True)
+        except UsageError:  # nothing was offered; after any other error it may have been seen, and never changes
+            self._version = before
+            raise
+        self._keep(self._store, 2)  # engines that take none for long need no older ones than the last
         self.client.start_weight_update()
         self.client.update_weights({"version": version})
         self.client.finish_weight_update(str(version))
-        self._keep(1)
+        self._keep(self._store, 1)
 
     def shutdown(self) -> None:
         """Leave the store, once another worker holds the last version (or `linger_s` is over)."""
@@ -214,11 +216,9 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
             self._store.hand_over(self._linger_s)
         self._store.close()
 
-    def _keep(self, newest: int) -> None:
-        assert self._store is not None
-        while len(self._held) > newest:
-            self._store.unpublish(self._held[0])
-            self._held.pop(0)
+    def _keep(self, store: Client, newest: int) -> None:
+        for key in store.serving()[:-newest]:
+            store.unpublish(key.version)
 
 
 class CheckpointSource(WeightSource):

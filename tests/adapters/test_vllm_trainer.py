@@ -16,7 +16,7 @@ import torch
 from vllm.distributed.weight_transfer import ModuleSource
 from vllm.distributed.weight_transfer.base import ParamMeta
 
-from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.core import Client, HubUnreachable, Server, UsageError
 from tensorhub_plugins.vllm.weight_transfer import (
     CheckpointSource,
     Declared,
@@ -90,6 +90,31 @@ def test_a_version_that_could_not_be_published_does_not_count(hub: Server) -> No
     engine.send_weights()
     with Client(hub.address, run="default", model="actor", replica="reader") as reader:
         assert reader.wait(timeout_s=10.0) == 2
+        assert [info.version for info in reader.versions() if info.visible] == [2]
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("error", [HubUnreachable("injected"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_version_that_may_have_been_seen_counts(hub: Server, error: BaseException, reached: bool) -> None:
+    """The next one has other weights, and a version never changes."""
+    engine = trainer(hub, linger_s=0.0)
+    store = engine._store
+    assert store is not None
+    publish = store.publish
+
+    def fails(*given: object, **options: object) -> None:
+        if reached:
+            publish(*given, **options)  # type: ignore[arg-type]
+        raise error
+
+    store.publish = fails  # type: ignore[method-assign, assignment]
+    with pytest.raises(type(error)):
+        engine.send_weights()
+    store.publish = publish  # type: ignore[method-assign]
+    engine.source = ModuleSource(torch.nn.Linear(4, 4))
+    engine.send_weights()
+    with Client(hub.address, run="default", model="actor", replica="reader") as reader:
         assert [info.version for info in reader.versions() if info.visible] == [2]
     engine.shutdown()
 
