@@ -185,8 +185,9 @@ def _number(folder: Path) -> int | None:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """Return the sizes of its files in bytes."""
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    """Return the sizes of its files in bytes, and of those that links lead to. OSError for one that leads nowhere."""
+    paths = [Path(at, name) for at, _, names in os.walk(folder, followlinks=True) for name in names]
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
     return {name: sizes[name] for name in sorted(sizes) if not name.startswith(f"{OURS}/")}
 
 

@@ -253,6 +253,24 @@ def test_a_folder_on_offer_that_has_changed_is_refused(how: str, host: Callable[
     trainer.publish(trainer.write(2, {"w": b"2"}))
 
 
+def test_links_are_followed_and_one_that_leads_nowhere_is_refused(host: Callable[[str], Host], tmp_path: Path) -> None:
+    trainer, rollout = host("trainer"), host("rollout")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    elsewhere.joinpath("vocabulary").write_bytes(b"words")
+    made = trainer.write(1, {"w": b"1"})
+    made.joinpath("tokenizer").symlink_to(elsewhere)
+    made.joinpath("copy").symlink_to(elsewhere / "vocabulary")
+    trainer.publish(made)
+    rollout.fetch(1)
+    assert same(rollout, trainer, 1)
+    arrived = content(rollout.folder / "weight_v000001")
+    assert arrived["tokenizer/vocabulary"] == arrived["copy"] == b"words"
+    trainer.write(2, {"w": b"2"}).joinpath("gone").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="gone"):
+        trainer.publish(trainer.folder / "weight_v000002")
+
+
 def test_what_a_former_run_has_left_in_a_folder_is_not_of_this_run(host: Callable[[str], Host]) -> None:
     """Whether that run has written it or read it. A folder that was not written to is offered again as it is."""
     before, near, rollout = host("before"), host("near"), host("rollout")
