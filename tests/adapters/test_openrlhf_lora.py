@@ -21,7 +21,7 @@ KINDS = {
     "two ranks of ZeRO-3": ["--actor.num_gpus_per_node", "2", "--ds.zero_stage", "3"],
     "without effect": [],
 }
-NEAR, FAR = 5e-3, 1e-2  # of OpenRLHF's vllm_kl, both in bfloat16
+NEAR, FAR = 2e-3, 4e-3  # of OpenRLHF's vllm_kl, both in bfloat16
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(RUN_TIMEOUT_S + 60)]
 
