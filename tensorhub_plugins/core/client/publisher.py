@@ -41,7 +41,7 @@ from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec,
 from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.core.process import OfThisProcess
 from tensorhub_plugins.core.run_log import enabled, record, root_key
-from tensorhub_plugins.core.types import CHECKPOINT, NAME_LENGTH_MAX, Across, items_of, version_of
+from tensorhub_plugins.core.types import CHECKPOINT, NAME_LENGTH_MAX, Across, check_version, items_of, version_of
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +272,7 @@ class Publisher(OfThisProcess):
     ) -> dict[str, float]:
         self.settle()
         if self.attempt is None:
-            self.begin(step - 1)
+            self.begin(check_version(step, "step") - 1)
         version, started = self.version(step), time.monotonic()
         deadline = Deadline.after(self.timeout_s)
         self._is_publishing = True

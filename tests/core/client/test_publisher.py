@@ -295,6 +295,16 @@ def test_ranks_that_resume_publish_a_step_again(address):
         assert [info.version for info in copy.versions() if info.visible] == [version_of(1, 4)]
 
 
+@pytest.mark.parametrize("step", [0, -1, True])
+def test_a_first_step_that_is_no_version_is_refused_and_begins_nothing(address, step):
+    one = publisher(address, 0, 1, begins=True)
+    with pytest.raises(UsageError, match="^step must be a positive integer"):
+        one.publish(step, iter(weights(1).items()))
+    one.publish(1, iter(weights(1).items()))
+    assert one.attempt == 0
+    one.close()
+
+
 @pytest.mark.parametrize("retain", [(2, "rack"), None])
 def test_a_trainer_asks_for_copies_that_survive_its_rack(address, retain):
     """The control: who asks for nothing has none made."""
