@@ -75,7 +75,10 @@ def test_what_is_no_file_of_ours_stays(shared: Path, tmp_path_factory: pytest.Te
 
 def test_a_run_of_any_name_is_found() -> None:
     run = os.fsdecode(b"/tmp/l\xe4uft\n")
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**os.environ, "RUN": run}) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["cat"], bufsize=0, env={**os.environ, "RUN": run}, **pipes) as process:  # type: ignore[call-overload]
+        process.stdin.write(b"!")
+        assert process.stdout.read(1) == b"!", "before, the kernel may show no environment yet"
         assert sweep._is_of(Path(f"/proc/{process.pid}"), run)
         assert not sweep._is_of(Path(f"/proc/{process.pid}"), f"{run}2")  # the control
 

@@ -42,7 +42,7 @@ def test_a_pair_of_versions_is_known_to_work_or_says_what_to_install(monkeypatch
     found = of(machine.software(names.VERSIONS, "0.32.0"))
     assert "known to work" in found["vllm"].found and found["verl"].to_do == "install vLLM 0.24, 0.29"
     assert of(machine.software(names.VERSIONS, "0.30.0"))["vllm"].found == "0.30.0, checked by its sources, not run"
-    assert of(machine.software(names.VERSIONS, "0.9.1"))["vllm"].to_do == "install vLLM 0.24, 0.29, 0.32"
+    assert of(machine.software(names.VERSIONS, "0.9.1"))["vllm"].to_do == "install vLLM 0.24, 0.29, 0.32, 0.33"
     installed(monkeypatch)
     found = of(machine.software(names.VERSIONS, None))
     assert found["torch"].to_do and not found["vllm"].to_do and "verl" not in found

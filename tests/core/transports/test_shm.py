@@ -118,7 +118,7 @@ def test_shm_lets_go_of_a_mapping_when_its_owner_closes_the_slab():
             read_all(reader, endpoint)
             assert len(reader._mappings) == 1 and maps_of(inode) == 2
         until(lambda: len(reader._mappings) == 0)
-        assert maps_of(inode) == len(owners) == 1  # the owner still looks at its tensor
+        until(lambda: maps_of(inode) == len(owners) == 1)  # the owner still looks at its tensor
 
 
 OWNER = """
@@ -151,7 +151,7 @@ def test_shm_lets_go_of_a_mapping_when_its_owner_is_killed():
             owner.kill()
             owner.communicate()
         until(lambda: len(reader._mappings) == 0)
-        assert maps_of(str(inode)) == 0
+        until(lambda: maps_of(str(inode)) == 0)  # it is freed after it was dropped
 
 
 def test_shm_maps_nothing_of_an_empty_file():
