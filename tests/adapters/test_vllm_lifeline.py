@@ -293,3 +293,17 @@ def test_a_process_shows_its_work_to_the_one_that_owns_it(monkeypatch: pytest.Mo
         monkeypatch.setenv(work.VARIABLE, wrong)
         assert work._shared() is None
     os.close(int(own.split("/")[1]))
+
+
+@pytest.mark.parametrize(("news", "entered"), [(True, 0), (False, 1), (False, 0)])
+async def test_a_version_that_is_known_of_stays_so_whatever_an_older_answer_says(news: bool, entered: int) -> None:
+    from tensorhub_plugins.vllm.ray.owned import OwnedEngine
+
+    class Asked(OwnedEngine):
+        async def _ask(self, question: str, *given: Any) -> Any:
+            self.has_version |= news  # comes while the question is under way
+            return entered
+
+    owned = Asked(PlayedVLLM("fine"), "rollout-0/0")
+    async with owned.answering(1):
+        assert owned.has_version == (news or entered > 0)

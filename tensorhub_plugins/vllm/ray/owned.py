@@ -81,7 +81,8 @@ class OwnedEngine:
             return
         name = uuid.uuid4().hex
         try:
-            self.has_version |= await self._ask("enter", name, version) > 0
+            if await self._ask("enter", name, version):
+                self.has_version = True
             yield
         finally:
             with suppress(TensorHubError):  # it has left the store
