@@ -194,7 +194,7 @@ def _files(folder: Path) -> dict[str, int]:
 def _written(folder: Path) -> dict[str, int]:
     """Return the sizes of this run's files. Those that a former run has left between them, on a disk that was not
     cleared, are older than its list."""
-    listed = [path for path in folder.glob(f"{LISTED}*") if path.name != f"files-{_run.get('run')}"]
+    listed = set(folder.glob(f"{LISTED}*")) - {folder / f"{LISTED}{_run.get('run')}"}
     since = max((path.stat().st_ctime_ns for path in listed), default=0)
     files = _files(folder)
     return {name: files[name] for name in files if (folder / name).stat().st_ctime_ns > since} or files

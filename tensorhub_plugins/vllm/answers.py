@@ -24,8 +24,7 @@ POSITIONAL_MAX = 3  # timeout, args and kwargs; what follows says which worker a
 def all_fetched(
     is_ours: Callable[[Any], bool], original: Any, executor: Any, method: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap MultiprocExecutor.collective_rpc so that no answer is left behind. is_ours: whether that goes for calls of
-    vLLM, too."""
+    """Call `collective_rpc` so that no answer is left behind. is_ours: whether that goes for vLLM's own calls, too."""
     queues = getattr(executor, "response_mqs", None)
     named = isinstance(method, str) and method.startswith(OUR_METHODS)
     everyone_answers = kwargs.get("unique_reply_rank") is None and len(args) <= POSITIONAL_MAX

@@ -79,14 +79,14 @@ def test_what_one_library_has_deflated_the_other_inflates(monkeypatch, writer):
     isal_zlib = pytest.importorskip("isal.isal_zlib")
     random = np.random.default_rng(1)
     old = random.integers(0, 1 << 16, 1 << 19, dtype=np.uint16)
-    new = old + (random.random(old.size) < 0.1).astype(np.uint16)
+    new = old + (random.random(old.size) < 0.1) * random.integers(1, 5, old.size, dtype=np.uint16)
     assert NUMPY.difference(old, new, bitmap=False).positions.size >= codec.FAST_FROM
     spans, made = [Span(0, old.nbytes, 2)], {}
     for name, library in {"zlib": zlib, "isal": isal_zlib}.items():
         monkeypatch.setattr(codec, "fast_zlib", library)
         made[name] = encode(old.view(np.uint8), new.view(np.uint8), spans, NUMPY)
     monkeypatch.setattr(codec, "fast_zlib", isal_zlib if writer == "zlib" else zlib)
-    assert made["zlib"] != made["isal"] and abs(len(made["isal"]) / len(made["zlib"]) - 1) < 0.1
+    assert made["zlib"] != made["isal"] and abs(len(made["isal"]) / len(made["zlib"]) - 1) < 0.05
     target = old.copy()
     apply(target.view(np.uint8), made[writer], spans, NUMPY)
     assert np.array_equal(target, new)
