@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.drivers import Plain
 from tensorhub_plugins.core.transports.rdma import bindings
@@ -60,8 +61,9 @@ def test_foreign_errors_are_translated_and_the_limit_is_named(
 ) -> None:
     monkeypatch.setattr(_verbs.resource, "getrlimit", lambda _: (8192 << 10, 8192 << 10))
     expected = r"^cannot register 5 bytes: no(\. )?; .* 8192 KiB.*ulimit -l"
-    with pytest.raises(VerbsError, match=expected), _verbs._translated("register 5 bytes"):
+    with pytest.raises(VerbsError, match=expected) as raised, _verbs._translated("register 5 bytes"):
         raise error
+    assert resources.refusal(raised.value) is None  # or no other transport would be tried
 
 
 def test_the_next_binding_is_tried_and_all_reasons_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

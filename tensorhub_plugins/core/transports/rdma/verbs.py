@@ -99,7 +99,8 @@ def _translated(doing: str) -> Iterator[None]:
     except VerbsError:
         raise
     except Exception as error:  # OSError; pyverbs also raises its own class, and sometimes ValueError and TypeError
-        raise VerbsError(f"cannot {doing}: {_in_words(error)}") from error
+        # Without its cause: what verbs refuse is no lack of this process (resources.refusal), other transports go on.
+        raise VerbsError(f"cannot {doing}: {_in_words(error)}") from None
 
 
 def _in_words(error: Exception) -> str:
