@@ -119,6 +119,16 @@ def test_what_is_derived_may_be_replaced_where_no_graph_was_captured() -> None:
         captured.check()
 
 
+def test_weights_that_were_written_into_the_kv_cache_are_named() -> None:
+    from vllm.model_executor.layers.attention.static_sink_attention import StaticSinkAttention
+
+    model = Layers()
+    sinks = model.layers[1].attn = StaticSinkAttention.__new__(StaticSinkAttention)
+    torch.nn.Module.__init__(sinks)
+    with pytest.raises(UsageError, match=r"layers\.1\.attn wrote weights into the KV cache"):
+        Addresses(model)
+
+
 def kept_in_a_closure(model: Layers, copy: torch.Tensor) -> None:
     layer = model.layers[1]
     layer.forward = lambda given: torch.nn.functional.linear(given, copy.view(8, 16))

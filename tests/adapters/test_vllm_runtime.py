@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm_layers import only_rank
 
 from tensorhub_plugins.core import Slab, UsageError
 from tensorhub_plugins.vllm import names
@@ -120,8 +122,46 @@ def test_scalars_follow_their_buffers() -> None:
     layer.register_buffer("_k_scale", torch.tensor(1.0))
     layer._k_scale_float = 1.0
     layer._k_scale.fill_(0.25)
-    weights.refresh_scalars(layer)
+    weights.refresh_derived(layer)
     assert layer._k_scale_float == 0.25
+
+
+@pytest.mark.slow  # vLLM is imported
+def test_what_vllm_derives_in_the_first_step_follows(tmp_path: Path) -> None:
+    with only_rank(tmp_path):
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+        from vllm.model_executor.layers.rotary_embedding.fope import FourierRotaryEmbedding
+
+        def layers(seed: int) -> Any:
+            torch.manual_seed(seed)
+            model: Any = torch.nn.Module()
+            model.rope = FourierRotaryEmbedding(8, 8, 16, 1e4, True, torch.float32, False, 2, 4, True, 0.5)
+            model.moe = MoERunner.__new__(MoERunner)
+            torch.nn.Module.__init__(model.moe)
+            model.moe._combined_gate_weight = None
+            model.moe.gate, model.moe.shared_expert_gate = torch.nn.Linear(8, 4), torch.nn.Linear(8, 1)
+            model.attention = torch.nn.Module()
+            model.attention.impl = SimpleNamespace(bmm1_scale=0.1, bmm2_scale=0.2)
+            for coefficients in (model.rope.cos_coef, model.rope.sin_coef):
+                coefficients.data.normal_()
+            return model
+
+        @torch.inference_mode()
+        def step(model: Any) -> list[torch.Tensor]:
+            ones = torch.ones(3, 16)
+            model.moe._maybe_fuse_gate_weights()
+            return [*model.rope.forward_native(torch.arange(3), ones, ones), model.moe._combined_gate_weight]
+
+        live, other = layers(1), layers(2)
+        before = [tensor.clone() for tensor in step(live)]
+        kept = live.moe._combined_gate_weight.data_ptr()
+        for mine, theirs in zip(live.parameters(), other.parameters(), strict=True):
+            mine.data.copy_(theirs)
+        assert all(torch.equal(*pair) for pair in zip(step(live), before, strict=True))  # the control
+        weights.refresh_derived(live)
+        assert all(torch.equal(*pair) for pair in zip(step(live), step(other), strict=True))
+        assert live.moe._combined_gate_weight.data_ptr() == kept
+        assert live.attention.impl.bmm1_scale is live.attention.impl.bmm2_scale is None
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.29.0+cpu", "0.33.2"])

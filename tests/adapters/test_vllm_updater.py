@@ -229,13 +229,13 @@ def test_an_install_that_failed_reads_only_what_is_damaged(
         wait_until(lambda: any(key.version == 2 and key.layout != CHECKPOINT for key in first._client.serving()))
         fetch(second, 2)
 
-        def half(model: Toy) -> None:
+        def half(model: Toy, **_: Any) -> None:
             with torch.no_grad():
                 model.fused[0, 0] = 7.0
             raise RuntimeError("injected")
 
         with monkeypatch.context() as patch:
-            patch.setattr(weights, "refresh_scalars", half)  # after all was read
+            patch.setattr(weights, "refresh_derived", half)  # after all was read
             assert not second.install(2, TIMEOUT_S)["installed"]
         with pytest.raises(BrokenWeights):
             second.guard()

@@ -97,6 +97,11 @@ def _addresses(model: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.device
 
 def check_copies(model: torch.nn.Module) -> None:
     """Raise UsageError for a tensor besides the weights that holds the values of one of them, in any order."""
+    sinks = [name for name, layer in model.named_modules() if type(layer).__name__ == "StaticSinkAttention"]
+    if sinks:
+        raise UsageError(
+            f"{some(sinks)} wrote weights into the KV cache in the first step, where no update reaches them"
+        )
     live = dict(weights.all_tensors(model))
     own = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
     sizes = {tensor.numel() for tensor in live.values()}

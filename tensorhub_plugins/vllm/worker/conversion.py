@@ -226,7 +226,7 @@ class Conversion:
         copies = self._copies()
         with torch.no_grad():
             copy_all(pair for name, held in work.counted(checkpoint) for pair in copies(name, held))
-        weights.refresh_scalars(self._model)
+        weights.refresh_derived(self._model)
 
     def _copies(self) -> Callable[[str, Sequence[Held]], Pairs]:
         """Return a function that gives the copies for a tensor of the checkpoint."""
@@ -268,7 +268,7 @@ class Conversion:
             if isinstance(value, torch.Tensor):
                 if value.untyped_storage().data_ptr() not in own:
                     hidden[name] = _digests_of(value.contiguous())
-            elif not weights.is_refreshed(name):
+            elif name.rpartition(".")[2] not in weights.REFRESHED_SCALARS:
                 hidden[name] = repr(value)  # NaN is equal to itself there
         counting = [(name, tensor) for name, tensor in live.items() if layer_of(name) not in without]
         around = ((name, pieces.around(tensor)) for name, tensor in work.counted(counting))

@@ -44,6 +44,7 @@ def reload_checkpoint(
             draft.load(model, checkpoint)
             finalize_layerwise_reload(model, vllm_config.model_config)
         cpu.refresh_convolutions(model)
+        weights.refresh_derived(model)
     synchronize(model.parameters())
 
 

@@ -480,11 +480,11 @@ class Updater:
         if staged.fetched is None:
             staged = self._read_in_place(version, deadline)
             if staged.fetched is None:
-                weights.refresh_scalars(self.model)
+                weights.refresh_derived(self.model, is_raw=True)
                 return None
         if staged.fetched.layout == self.position.layout:
             weights.copy_tensors(weights.tensors(self.model), staged.fetched.tensors())
-            weights.refresh_scalars(self.model)
+            weights.refresh_derived(self.model, is_raw=True)
             return None
         try:
             return self._convert(staged.fetched)

@@ -27,14 +27,7 @@ from tensorhub_plugins.vllm.worker import draft
 # end), and the unpacked convolution weight of the CPU build. Everything else a model computes with is a
 # parameter or a buffer.
 PLAIN_ATTRIBUTES = (
-    "W_UV",
-    "W_UK",
-    "W_UK_T",
-    "W_UK_T_dcp_qrep",
-    "W_K",
-    "W_K_scale",
-    "W_V",
-    "W_V_scale",
+    *("W_UV", "W_UK", "W_UK_T", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "W_V", "W_V_scale"),
     "_cpu_unpacked_conv_weight",
 )
 
@@ -77,10 +70,7 @@ def _overlap(before: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 def all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all of them as the model has them, also the same one under several names."""
-    for named in (
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    ):
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in named:
             if tensor.numel() and not tensor.is_meta:
                 yield name.replace(WRAPPED, ""), tensor.detach()
@@ -117,18 +107,22 @@ def check_same_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, to
             raise UsageError(f"runtime tensor {name!r} differs: the model has {mine}, the source {theirs}")
 
 
-def refresh_scalars(model: torch.nn.Module) -> None:
-    """Set the Python floats that attention layers derive from their scale buffers, after a raw copy."""
+@torch.inference_mode()  # in which the first step was computed
+def refresh_derived(model: torch.nn.Module, *, is_raw: bool = False) -> None:
+    """Set what layers derive from their weights by themselves, after those have changed: Python floats, and what vLLM
+    computes in the first step and keeps, where captured graphs read it. is_raw: by a raw copy, which has buffers."""
+    module: Any
     for module in model.modules():
         for derived in REFRESHED_SCALARS:
             scale = getattr(module, derived.removesuffix("_float"), None)
             if isinstance(scale, torch.Tensor) and scale.numel() == 1 and hasattr(module, derived):
                 setattr(module, derived, float(scale))
-
-
-def is_refreshed(name: str) -> bool:
-    """Return whether `refresh_scalars` sets the number of this name."""
-    return name.rpartition(".")[2] in REFRESHED_SCALARS
+        for attention in [impl for impl in [vars(module).get("impl")] if hasattr(impl, "bmm1_scale")]:
+            attention.bmm1_scale = attention.bmm2_scale = None  # FlashInfer's, made of these floats
+        if hasattr(module, "cos_coef") and not is_raw:  # FourierRotaryEmbedding
+            module.cos_sin_cache.copy_(module._compute_cos_sin_cache())
+        if getattr(module, "_combined_gate_weight", None) is not None:  # MoERunner
+            torch.cat([module.gate.weight, module.shared_expert_gate.weight], out=module._combined_gate_weight)
 
 
 def digest(tensor: torch.Tensor) -> str:
