@@ -7,10 +7,10 @@ space. Recording never fails a run: the first error is logged, and the journal o
 
 Every line holds `t` (Unix time at the END of what is reported, in seconds), `event` and `worker`. A duration
 is `seconds`, so the thing began at `t - seconds`. Workers are named `<replica>/<shard>`: "trainer/0",
-"rollout-1/0". A field that does not apply is left out.
+"rollout-1/0". A field that does not apply is left out. origin: of a version, `Client.origin`.
 
 publish        a trainer rank has published and the optimizer goes on.
-               version, layout, bytes; seconds: all that this rank waited in update_weights
+               version, layout, bytes, shard; seconds: all that this rank waited in update_weights
 fetch          a rollout worker has a version's bytes, verified (if staged: nothing was paused for it).
                version, layout, bytes, seconds, sources {worker: bytes}, transports {name: bytes};
                find_s: until a source was granted; reads {worker: [seconds until its last byte had come, and for
@@ -42,7 +42,9 @@ target         the fleet's target number of replicas was changed. target, by ("p
 
 from __future__ import annotations
 
+import copy
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -51,6 +53,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from tensorhub_plugins.core import log
@@ -104,17 +107,23 @@ def record(event: str, *, worker: str = "", **fields: object) -> None:
 
 
 def _trace(tracing: Any, line: dict[str, Any]) -> None:
-    """Make a span of this event, for whatever this program has told OpenTelemetry to do with spans: a child of the span
-    that it is in, an install also of its fetch. tracing: the module opentelemetry.trace."""
+    """Make a span of this event, for whatever this program has told OpenTelemetry to do with spans: in its version's
+    trace, with a link to the span that it is in; an install as a child of its fetch. tracing: opentelemetry.trace."""
     try:
         event, key = line["event"], (line["worker"], line.get("version"))
         ended = round(line["t"] * NANOSECONDS)
         about = {name: value for name, value in line.items() if name not in ("t", "event", "seconds")}
         plain = {n: v if isinstance(v, (str, int, float)) else json.dumps(v, default=str) for n, v in about.items()}
-        span = tracing.get_tracer("tensorhub_plugins").start_span(
+        tracer, within, around = tracing.get_tracer("tensorhub_plugins"), None, tracing.get_current_span()
+        if event == "install" and key in _fetched:
+            within = _fetched[key]
+        elif "origin" in line:
+            tracer, within = _of_version(tracing, tracer, line)
+        span = tracer.start_span(
             f"tensorhub.{event}",
-            _fetched.get(key) if event == "install" else None,
+            within,
             attributes={f"tensorhub.{name}": value for name, value in plain.items()},
+            links=[tracing.Link(around.get_span_context())] if within and around.get_span_context().is_valid else (),
             start_time=ended - round(line.get("seconds", 0.0) * NANOSECONDS),
         )
         span.end(ended)
@@ -125,11 +134,29 @@ def _trace(tracing: Any, line: dict[str, Any]) -> None:
         _log.debug("no span of %s: %s", line["event"], error)
 
 
-def record_fetch(report: Any, *, worker: str, seconds: float) -> None:
-    """Record "fetch", with the contents of a client's `ReplicateReport`."""
+def _of_version(tracing: Any, tracer: Any, line: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a tracer and a context that put this event's span into its version's trace. The ids of the trace and of
+    its root, the publish of shard 0, are a hash of what every worker knows: no message carries them."""
+    digest = hashlib.blake2b(f"{line['origin']} {line['version']}".encode(), digest_size=24).digest()
+    trace, root = int.from_bytes(digest[:16], "big"), int.from_bytes(digest[16:], "big")
+    outside = tracing.set_span_in_context(tracing.INVALID_SPAN)
+    if line["event"] == "publish" and not line.get("shard"):
+        tracer = copy.copy(tracer)  # for this span only
+        ids = {"generate_trace_id": trace, "generate_span_id": root, "is_trace_id_random": True}
+        tracer.id_generator = SimpleNamespace(**{name: lambda it=it: it for name, it in ids.items()})
+        return tracer, outside
+    sampler = getattr(tracer, "sampler", None)  # as it decides of the root, wherever that is
+    sampled = sampler is None or sampler.should_sample(outside, trace, "tensorhub.publish").decision.is_sampled()
+    parent = tracing.SpanContext(trace, root, is_remote=True, trace_flags=tracing.TraceFlags(sampled))
+    return tracer, tracing.set_span_in_context(tracing.NonRecordingSpan(parent))
+
+
+def record_fetch(report: Any, client: Any, *, worker: str, seconds: float) -> None:
+    """Record "fetch", with the contents of this client's `ReplicateReport`."""
     record(
         "fetch",
         worker=worker,
+        origin=client.origin(report.version),
         version=report.version,
         layout=report.layout,
         bytes=sum(report.sources.values()),

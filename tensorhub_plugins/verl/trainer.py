@@ -162,7 +162,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             # Two copies on this host: all but one of its workers borrow.
             client.budget.check(Need(size_bytes, 2), mend="use pull mode, in which a worker reads its own slice")
         fetched = client.fetch(version, (CHECKPOINT,), timeout_s=timeout_s, serve=True, borrow=True, grows=grows)
-        run_log.record_fetch(fetched.report, worker=self._worker, seconds=time.monotonic() - started)
+        run_log.record_fetch(fetched.report, client, worker=self._worker, seconds=time.monotonic() - started)
         if self._received is not None:
             client.unpublish(self._received.version, CHECKPOINT, timeout_s=timeout_s)
             self._received.release()

@@ -137,6 +137,15 @@ def test_spans_are_what_a_program_with_opentelemetry_gets(tmp_path: Path, monkey
     assert found["tensorhub.install", 8].parent is None  # the control: of another version
     assert len(found) == 5
 
+    exporter.clear()
+    with provider.get_tracer("trainer").start_as_current_span("step 9") as step:
+        for shard in (1, 0):
+            run_log.record("publish", worker=f"trainer/{shard}", version=9, origin="r/actor/00", shard=shard)
+    other, root, _ = exporter.get_finished_spans()
+    assert root.parent is None and other.parent.span_id == root.context.span_id  # of all ranks one is the root
+    assert other.context.trace_id == root.context.trace_id
+    assert {link.context.span_id for span in (root, other) for link in span.links} == {step.get_span_context().span_id}
+
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("an exporter that is broken")
 

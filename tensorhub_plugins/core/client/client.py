@@ -167,8 +167,7 @@ class Client(OfThisProcess):
 
         Raise UsageError for what can never be published, VersionGone for a withdrawn version, DeadlineExceeded when it
         was not copied and digested in time, HubUnreachable without an answer: then nothing is published later; it says
-        whether the request may have reached the hub, in which case it is unpublished.
-        """
+        whether the request may have reached the hub, in which case it is unpublished."""
         allowed = Allowed.begin(timeout_s, tensors)
         arguments.check_flags(copy=copy, strict=strict)
         key = self._key(version, layout)
@@ -221,8 +220,7 @@ class Client(OfThisProcess):
         A version that is not offered here is no error. Raise UsageError while it is still being read here.
 
         For tensors that were published in place a few segments are compared with their digests: the log and
-        `UnpublishReport.damaged` name those that were written to meanwhile. `recheck` compares all.
-        """
+        `UnpublishReport.damaged` name those that were written to meanwhile. `recheck` compares all."""
         arguments.check_offered(version, layout, timeout_s)
         self._check_open()
         return self._serving.unpublish(version, layout, timeout_s)
@@ -350,8 +348,7 @@ class Client(OfThisProcess):
         this worker could not install, which may map to why, for `tensorhub status`, as `failure` is: of the last try.
         It is older than what is installed only if that was withdrawn, or if it is pinned, and in `refused` only if it
         is pinned anew. Raise NotPublished at the deadline, or VersionGone if what is pinned, or installed and
-        withdrawn, has nothing to be run instead.
-        """
+        withdrawn, has nothing to be run instead."""
         (versions, why), serial = arguments.check_target(installed, refused, pins=pins), self._hub.directive.serial
         said = versions, serial, bool(pins), why, arguments.check_failure(failure)
         reply = self._ask(lambda n: messages.Target(n, installed, timeout_s, *said), timeout_s)
@@ -391,8 +388,7 @@ class Client(OfThisProcess):
         A former trainer that was killed is waited for until its session expires, or not at all when its process was on
         this host. Raise UsageError when it is alive; DeadlineExceeded with what was missing, after timeout_s;
         Superseded when another process has replaced this one. From then on processes of a former attempt can publish,
-        unpublish and retain nothing: Superseded.
-        """
+        unpublish and retain nothing: Superseded."""
         types.version_of(0, step)
         arguments.check_word("word", word)
         return begin(self._ask, step, word, bounded(timeout_s)).number
@@ -402,6 +398,10 @@ class Client(OfThisProcess):
         """Return the trainer's newest attempt, as far as this worker knows; 0: the first, or none was begun."""
         attempts = self._hub.directive.attempts
         return attempts[-1].number if attempts else 0
+
+    def origin(self, version: int) -> str:
+        """Return the run, the model, and the start of the trainer that a version is from: the same at every worker."""
+        return self._hub.origin(version)
 
     def versions(self, *, timeout_s: float = 10.0) -> list[types.VersionInfo]:
         """Return the versions that the hub knows, oldest first, and which workers hold them in which layout."""
@@ -436,8 +436,7 @@ class Client(OfThisProcess):
         """Return host memory for these tensors, shareable with readers of this host; reused from old versions.
 
         Write all of them (`Slab.write`), then `publish` the slab. Raise UsageError for a name that comes twice, and
-        DeadlineExceeded at the deadline, a `Deadline`.
-        """
+        DeadlineExceeded at the deadline, a `Deadline`."""
         self._check_open()
         slab = self._serving.take(arguments.checked_specs(specs, deadline), deadline)
         calls.undone_by(lambda: self._serving.recycle(slab))

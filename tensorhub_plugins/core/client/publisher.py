@@ -210,8 +210,7 @@ class Publisher(OfThisProcess):
         held: every tensor of the model, on every rank in the same order, see parts.py; of one that this rank has in
         several parts, a Held for each. Metrics as from `publish`. The
         memory it takes is the slab, and one part as it is cast. timeout_s is for all of it, once the previous version
-        is settled; in `publish` it is for what comes after the collectives, which no rank may leave.
-        """
+        is settled; in `publish` it is for what comes after the collectives, which no rank may leave."""
         return self._publish(step, lambda version, deadline: self._snapshot_parts(version, held, deadline))
 
     def root(self, weights: Iterable[Any], *, by_parts: bool) -> str:
@@ -323,6 +322,8 @@ class Publisher(OfThisProcess):
             layout=CHECKPOINT,
             bytes=slab.size_bytes,
             seconds=ended - started,
+            shard=self.rank,
+            origin=self.client.origin(version),
             unpinned=slab.unpinned or None,
         )
         if enabled():  # the digests are in the manifest anyway

@@ -116,7 +116,8 @@ class Recovery:
             self.is_mixed = not all(self._gather(self._root(fetched[0].manifests) == note.root))
             if self._publisher.rank == 0:
                 self._say(fetched[0], held, time.monotonic() - began)
-            record_fetch(fetched[0].report, worker=self._publisher.worker, seconds=time.monotonic() - began)
+            client, worker = self._publisher.client, self._publisher.worker
+            record_fetch(fetched[0].report, client, worker=worker, seconds=time.monotonic() - began)
             return True
         except _NoWeights as error:
             if self._publisher.rank == 0:

@@ -452,6 +452,7 @@ class CoreFollower(Follower):
             raise _ClosedError
         if self._client is None:
             self._client = self._joining.connect(replica=f"{self._joining.replica}-follow", transports=("tcp",))
+            self.origin = self._client.origin
         try:
             version = self._client.target(installed, timeout_s=min(timeout_s, HUB_TIMEOUT_S), **more)
         except NotPublished:

@@ -170,13 +170,11 @@ class Follower:
         version.
         """
         self.engine = engine
-        self.target = target
-        self.worker = worker
+        self.target, self.worker = target, worker
+        self.origin: Callable[[int], str | None] = lambda version: None  # see `Client.origin`
         self.timeout_s, self.grows = timeout_s, grows
-        self.until = until
-        self.pins = pins
-        self.gate = gate
-        self.sleep = sleep
+        self.until, self.pins = until, pins
+        self.gate, self.sleep = gate, sleep
         self.refused: dict[int, str] = {}  # versions that cannot be installed in this engine, and why
         self._said = ""  # why there is nothing to run
         self._failure = ""  # of the last try, for the hub
@@ -411,6 +409,7 @@ class Follower:
                 "resume",
                 worker=self.worker,
                 version=version,
+                origin=self.origin(version),
                 seconds=time.monotonic() - started,
                 in_flight=len(running & frozen),
                 lost=len(frozen - running - departed),

@@ -404,7 +404,7 @@ class Updater:
 
     def _came(self, fetched: Fetched, began: float) -> Staged:
         self._handle(update_state.BytesRead(fetched.report))
-        run_log.record_fetch(fetched.report, worker=self._name, seconds=time.monotonic() - began)
+        run_log.record_fetch(fetched.report, self._client, worker=self._name, seconds=time.monotonic() - began)
         return Staged(fetched.version, fetched if fetched.slabs else None, fetched.report)
 
     def _drop(self, staged: Staged) -> None:
