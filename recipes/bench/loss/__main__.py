@@ -1,10 +1,11 @@
-"""The busiest source dies in the middle: what it costs in time and in bytes.
+"""The busiest source, or several at once, die in the middle: what it costs in time and in bytes.
 
     python -m recipes.bench.loss                    # needs root
 
-Two trainers hold the same version (so that it survives any one worker), six hosts read it at once on links of the same
-rate. A round is run undisturbed, and then with a kill -9 of the worker that has sent most, once half of the bytes of a
-reader have come. Every round has fresh workers. Bytes are what all hosts received, by their devices, headers included.
+One trainer more than are killed hold the same version (so that it survives them), six hosts read it at once on links of
+the same rate. A round is run undisturbed, and then with a kill -9 of the workers that have sent most, once half of the
+bytes of a reader have come. Every round has fresh workers. Bytes are what all hosts received, by their devices, headers
+included.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=400.0, help="of every link, each way")
     parser.add_argument("--mib", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sources", type=int, default=1, help="that die at once")
     parser.add_argument("--freeze", action="store_true", help="stop the source instead of killing it")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -40,7 +42,7 @@ def main() -> None:
     pairs = []
     for number in range(options.rounds):
         calm, disturbed = (_round(number, options, disturb=disturb) for disturb in (False, True))
-        readers_left = READERS - (disturbed["victim"] is not None and disturbed["victim"].startswith("reader"))
+        readers_left = READERS - sum(victim.startswith("reader") for victim in disturbed["victims"])
         pairs.append(
             {
                 "calm": calm,
@@ -52,7 +54,7 @@ def main() -> None:
             }
         )
         print(
-            f"round {number}: {disturbed['victim']} {'frozen' if options.freeze else 'killed'} at "
+            f"round {number}: {', '.join(disturbed['victims'])} {'frozen' if options.freeze else 'killed'} at "
             f"{disturbed['killed_at']:.0%}: {pairs[-1]['seconds']:.3f} x the time ({calm['seconds']:.2f} s), "
             f"{pairs[-1]['bytes']:.3f} x the bytes, {pairs[-1]['others_bytes']:.3f} x what those who are left need",
             flush=True,
@@ -70,9 +72,9 @@ def _round(number: int, options: argparse.Namespace, *, disturb: bool) -> dict[s
     with network.Network() as fabric:
         fabric.site("east")
         hub = fabric.host("east", None)
-        trainers = [fabric.host("east", options.mbit) for _ in range(2)]
+        trainers = [fabric.host("east", options.mbit) for _ in range(options.sources + 1)]
         readers = [fabric.host("east", options.mbit) for _ in range(READERS)]
-        hosts = {"trainer-0": trainers[0], "trainer-1": trainers[1]}
+        hosts = {f"trainer-{index}": host for index, host in enumerate(trainers)}
         hosts |= {f"reader-{index}": host for index, host in enumerate(readers)}
         with network.stopping(*readers, *trainers, hub):
             hub.start(partial(HubWorker, hub.address))
@@ -80,27 +82,28 @@ def _round(number: int, options: argparse.Namespace, *, disturb: bool) -> dict[s
             for name, host in hosts.items():
                 host.start(partial(Worker, address, name, host.address, size_bytes))
             truth = [trainer.call("fill", number) for trainer in trainers][0]
-            trainers[0].call("publish", VERSION)
-            trainers[1].call("publish", VERSION)
+            for trainer in trainers:
+                trainer.call("publish", VERSION)
             before = {name: fabric.traffic_bytes(host) for name, host in hosts.items()}
             for reader in readers:
                 reader.tell("read", VERSION)
             began = network.now()
-            victim, killed_at = None, 0.0
+            victims, killed_at = list[str](), 0.0
             if disturb:
-                victim, killed_at = _kill_busiest(fabric, hosts, before, size_bytes, freeze=options.freeze)
-            reports = {name: hosts[name].answer() for name in hosts if name.startswith("reader") and name != victim}
+                victims, killed_at = _kill_busiest(fabric, hosts, before, size_bytes, options)
+            left = [name for name in hosts if name not in victims]
+            reports = {name: hosts[name].answer() for name in left if name.startswith("reader")}
             moved = {name: fabric.traffic_bytes(host)[0] - before[name][0] for name, host in hosts.items()}
             for name in reports:
                 if hosts[name].call("digest") != truth:
                     raise RuntimeError(f"{name} has other bytes than were published")
-            if victim is not None and options.freeze:
+            for victim in victims:  # frozen ones
                 os.kill(hosts[victim].process.pid, signal.SIGKILL)
     return {
         "seconds": max(r["ended"] for r in reports.values()) - began,
         "bytes": sum(moved.values()),
-        "others_bytes": sum(count for name, count in moved.items() if name != victim),
-        "victim": victim,
+        "others_bytes": sum(moved[name] for name in left),
+        "victims": victims,
         "killed_at": killed_at,
         "losses": {name: r["losses"] for name, r in reports.items()},
         "sources": {name: r["sources"] for name, r in reports.items()},
@@ -112,19 +115,19 @@ def _kill_busiest(
     hosts: dict[str, network.Host],
     before: dict[str, tuple[int, int]],
     size_bytes: int,
-    *,
-    freeze: bool,
-) -> tuple[str, float]:
-    """Kill the busiest source once the first reader has half. Return its name, and how much that reader had."""
+    options: argparse.Namespace,
+) -> tuple[list[str], float]:
+    """Kill the busiest sources once the first reader has half. Return their names, and how much that reader had."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         traffic = {name: fabric.traffic_bytes(host) for name, host in hosts.items()}
         share = max(traffic[name][0] - before[name][0] for name in hosts if name.startswith("reader")) / size_bytes
         if share >= 0.5:
             sent = {name: traffic[name][1] - before[name][1] for name in hosts}
-            victim = max(sent, key=lambda name: sent[name])
-            os.kill(hosts[victim].process.pid, signal.SIGSTOP if freeze else signal.SIGKILL)
-            return victim, share
+            victims = sorted(sent, key=lambda name: sent[name])[-options.sources :]
+            for victim in victims:
+                os.kill(hosts[victim].process.pid, signal.SIGSTOP if options.freeze else signal.SIGKILL)
+            return victims, share
         time.sleep(LOOK_S)
     raise TimeoutError("no reader came to its half")
 

@@ -1,8 +1,8 @@
-"""Two data centres joined by one thin link: a trainer and three readers in one, four readers in the other.
+"""Two data centres joined by one thin link: a trainer and three readers in one, four readers in the other (--hosts 4).
 
     python -m recipes.bench.two_sites               # without and with 50 ms of round-trip time; needs root
 
-All seven readers want the new version at once: first one that has nothing to do with the last, then one in which
+All readers want the new version at once: first one that has nothing to do with the last, then one in which
 --percent of the elements has changed, by deltas from the last, which all of them hold. The limit, measured in the same
 round, is one bare TCP stream of as many bytes over the link, from the trainer's host; what crosses the link is counted
 by its device, headers included, for the stream and for the store. The round-trip time is made by a small forwarder
@@ -23,7 +23,6 @@ from recipes.bench.delta.links import Following
 from recipes.bench.results import save
 from recipes.bench.workers import HubWorker, Worker, bare_stream, check_and_withdraw, read_at_once
 
-EAST, WEST = 4, 4  # hosts, the trainer included
 WHOLE, BY_DELTAS = ("read", "publish"), ("follow", "offer")  # of a reader and of the trainer
 COPIES_BY_DELTAS = 0.01
 GOALS = {"seconds": 1.10, "copies": 1.02, "copies by deltas at 1 %": COPIES_BY_DELTAS}
@@ -34,6 +33,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=400.0, help="of every host's link, each way")
     parser.add_argument("--wan-mbit", type=float, default=100.0)
     parser.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 50.0])
+    parser.add_argument("--hosts", type=int, default=4, help="of each site, the trainer's included")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--percent", type=float, default=1.0, help="changed, of what is read by deltas")
@@ -59,8 +59,8 @@ def measure(rtt_ms: float, options: argparse.Namespace, percent: float | None) -
         wires.site("west")
         wires.join("east", "west", options.wan_mbit, rtt_ms)
         hub = wires.host("east", options.mbit)
-        east = [wires.host("east", options.mbit) for _ in range(EAST)]
-        west = [wires.host("west", options.mbit) for _ in range(WEST)]
+        east = [wires.host("east", options.mbit) for _ in range(options.hosts)]
+        west = [wires.host("west", options.mbit) for _ in range(options.hosts)]
         source = east[0]
         with network.stopping(*east, *west, hub):
             hub.start(partial(HubWorker, hub.address))
@@ -79,6 +79,7 @@ def measure(rtt_ms: float, options: argparse.Namespace, percent: float | None) -
         "percent": percent,
         "wan_mbit": options.wan_mbit,
         "mib": options.mib,
+        "hosts": options.hosts,
         "ratio": statistics.median(ratios),
         "ratios": ratios,
         "copies": statistics.median(copies),
