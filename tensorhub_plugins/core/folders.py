@@ -31,7 +31,7 @@ from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.client.parts import of_all_ranks
 from tensorhub_plugins.core.client.reports import Fetched
 from tensorhub_plugins.core.deadline import Deadline
-from tensorhub_plugins.core.errors import NotPublished, UsageError, VersionRefused
+from tensorhub_plugins.core.errors import NotPublished, UsageError, VersionGone, VersionRefused
 from tensorhub_plugins.core.memory.tensors import same_bytes
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey, attempt_of, step_of, version_of
 
@@ -42,6 +42,7 @@ BROUGHT = f"{OURS}/brought"  # this host did not write it
 NOTHING = f"{OURS}/nothing-"  # and the rank, which has written no file
 INDEX = "model.safetensors.index.json"
 TIMEOUT_S = 600.0  # for one publish, and for a version to come and be read
+AGAIN_S = 1.0  # after so long a host that waits for a version looks whether another attempt has begun
 KEPT = 2  # whole versions on a reading host's disk, and all versions that it offers to others: the newest ones
 
 _joined: dict[str, tuple[int, Client]] = {}  # by role, of this process
@@ -93,17 +94,16 @@ def fetch(source_dir: str, target_version: int) -> None:
     """Bring the folder of a version, and those it builds on, to this host (SGLang's hook before it reads one). Any
     process of the host may call it; the first one reads.
 
-    Raise UsageError without TENSORHUB_HUB; NotPublished when no worker has the version within ten minutes, or one that
-    it builds on any more; VersionRefused for a folder that is not whole; OSError, for a full disk for example.
+    Raise UsageError without TENSORHUB_HUB; NotPublished when no worker has the version within ten minutes; VersionGone
+    when it, or one that it builds on, is over; VersionRefused for a folder that is not whole; OSError, of a full disk.
     """
-    target = int(target_version)
     source = Path(source_dir)
     source.mkdir(parents=True, exist_ok=True)
     with _alone(source):
         for left in source.glob(".weight_v*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-        listed, newest, whole = "", 0, target
-        number: int | None = target
+        listed, newest, whole = "", 0, int(target_version)
+        number: int | None = whole
         while number:
             folder = source / f"weight_v{number:06d}"
             if not listed or not _is_here(folder, listed):
@@ -139,20 +139,20 @@ def _bring(folder: Path, number: int) -> tuple[int, str]:
 
 def _visible(client: Client, number: int, deadline: Deadline) -> int:
     """Return the newest attempt's version of this step, when it is there."""
-    newer_than = 0
     while True:
         found = [each for each in client.versions(timeout_s=deadline.remaining()) if each.visible]
-        newest = max((attempt_of(each.version) for each in found), default=0)
+        newest = max((attempt_of(each.version) for each in found), default=client.attempt)
         version = version_of(newest, number)
-        if any(each.version == version for each in found):
-            return version
-        if any(each.version > version for each in found):
-            raise NotPublished(
-                "it is not offered any more, and a newer one builds on it: have the trainer write a whole checkpoint",
-                version=version,
-            )
-        newer_than = max((each.version for each in found), default=newer_than)
-        client.wait(newer_than=newer_than, timeout_s=deadline.remaining())
+        try:
+            return client.wait(version, timeout_s=min(AGAIN_S, deadline.remaining()))
+        except (NotPublished, VersionGone) as error:
+            if any(each.version > version for each in found):
+                text = f"{error.message}. A newer one builds on it: have the trainer write a whole checkpoint"
+                raise error.within(text, version=version) from error
+            if isinstance(error, VersionGone) and client.attempt > newest:  # which makes it anew
+                client.wait(newer_than=version, timeout_s=deadline.remaining())
+            elif isinstance(error, VersionGone) or deadline.expired:
+                raise
 
 
 def _write(fetched: Fetched, folder: Path, listed: str) -> None:

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_plugins.core import CHECKPOINT, Client, Server, TensorHubError, UsageError, VersionRefused, folders
+from tensorhub_plugins.core import (
+    CHECKPOINT,
+    Client,
+    Server,
+    TensorHubError,
+    UsageError,
+    VersionGone,
+    VersionRefused,
+    folders,
+)
 
 LISTED = f"{folders.LISTED}a-run"
 
@@ -189,6 +198,21 @@ def test_what_builds_on_a_version_that_is_over_is_an_error(host: Callable[[str],
     trainer.publish(trainer.write(2, {"d": b"2"}, base=1))
     with pytest.raises(TensorHubError, match="have the trainer write a whole checkpoint"):
         late.fetch(2)
+
+
+@pytest.mark.timeout(60)
+def test_a_version_that_was_withdrawn_is_not_waited_for(host: Callable[[str], Host]) -> None:
+    """Whether it was the only one, the newest of several, or is followed by another."""
+    trainer = host("trainer")
+    for number in (1, 2, 3):
+        trainer.publish(trainer.write(number, {"w": b"%d" % number}))
+        trainer._joined["trainer"][1].withdraw(number)
+        with pytest.raises(VersionGone, match=f"version {number} was withdrawn"):
+            host(f"at-{number}").fetch(number)
+    trainer.publish(trainer.write(4, {"w": b"4"}))
+    host("later").fetch(4)
+    with pytest.raises(VersionGone, match="version 3 was withdrawn.*have the trainer write a whole checkpoint"):
+        host("last").fetch(3)
 
 
 def test_a_host_keeps_the_last_two_whole_ones_and_each_of_its_processes_no_more(host: Callable[[str], Host]) -> None:
