@@ -146,8 +146,8 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
     def __init__(self, *, store: Client | None, linger_s: float, **others: Any) -> None:
         super().__init__(**others)
         self._store = store
-        self._version = 0  # the last one published
-        self._has_begun = False
+        self._step = 0  # the last one published
+        self._attempt: int | None = None  # None: it begins with the first version
         self._linger_s = linger_s
 
     @classmethod
@@ -169,20 +169,25 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
             is_sender=init_info.is_sender,
         )
 
-    def send_weights(self, version: int | None = None) -> None:
-        """Publish the source's weights as this version (None: one more than the last), and have the engines take it.
+    def begin(self, step: int = 0) -> None:
+        """Continue from this step: a run that resumes, or is rolled back. What was published above it is superseded."""
+        self._attempt = 0 if self._store is None else self._store.begin(step)
+        self._step = step
 
-        One that is refused does not count; one that the engines did not take does, and they may yet. A
-        trainer that counts from one again supersedes what it published before it was started again.
+    def send_weights(self, version: int | None = None) -> None:
+        """Publish the source's weights as this step (None: one more than the last), and have the engines take them.
+
+        One that is refused does not count; one that the engines did not take does, and they may yet. The first one
+        begins an attempt: what the trainer published from that step on, before it was started again, is superseded.
         """
-        if version is None:
-            if self._store is not None and not self._version and not self._has_begun:
-                self._version, self._has_begun = version_of(self._store.begin(), 0), True
-            version = self._version + 1
+        step = self._step + 1 if version is None else number_of(version)
+        if self._attempt is None:
+            self.begin(step - 1)
+        version = version_of(self._attempt or 0, step)
         if self._store is None:
             for _ in _items(self.source):  # the ranks that hold parts of a tensor gather it together
                 pass
-            self._version = version
+            self._step = step
             return
         declared = _declared(self.source)
         lacking = {meta.name for meta in declared}
@@ -195,11 +200,11 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
                 f"the source declares {min(lacking)}, and {len(lacking) - 1} more, that rank 0 got nothing of: rank 0 "
                 "publishes, so give it a source that it owns all parameters of, such as CheckpointSource(model)"
             )
-        before, self._version = self._version, version
+        before, self._step = self._step, step
         try:
             self._store.publish(version, slab, strict=True)
         except UsageError:  # nothing was offered; after any other error it may have been seen, and never changes
-            self._version = before
+            self._step = before
             raise
         self._keep(self._store, 2)  # engines that take none for long need no older ones than the last
         self.client.start_weight_update()
@@ -271,14 +276,7 @@ def _items(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
 class FollowingEngines:
     """vLLM's client of an engine, for engines that follow by themselves: there is nothing to tell them."""
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def _nothing(self, *given: Any, **named: Any) -> None:
         pass
 
-    def start_weight_update(self) -> None:
-        pass
-
-    def update_weights(self, update_info: Any) -> None:
-        pass
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        pass
+    init_weight_transfer_engine = start_weight_update = update_weights = finish_weight_update = _nothing

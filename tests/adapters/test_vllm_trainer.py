@@ -16,7 +16,7 @@ import torch
 from vllm.distributed.weight_transfer import ModuleSource
 from vllm.distributed.weight_transfer.base import ParamMeta
 
-from tensorhub_plugins.core import Client, HubUnreachable, Server, UsageError
+from tensorhub_plugins.core import Client, HubUnreachable, Server, UsageError, version_of
 from tensorhub_plugins.vllm.weight_transfer import (
     CheckpointSource,
     Declared,
@@ -92,6 +92,36 @@ def test_a_version_that_could_not_be_published_does_not_count(hub: Server) -> No
         assert reader.wait(timeout_s=10.0) == 2
         assert [info.version for info in reader.versions() if info.visible] == [2]
     engine.shutdown()
+
+
+def test_a_trainer_with_own_numbers_starts_again_and_is_rolled_back(hub: Server) -> None:
+    """As Publisher's: each start is an attempt, whose first number may be one that was published before."""
+
+    def held() -> list[int]:
+        with Client(hub.address, run="default", model="actor", replica="reader") as reader:
+            return [info.version for info in reader.versions() if info.visible]
+
+    first = trainer(hub, linger_s=0.0)
+    for version in (40, 50):
+        first.send_weights(version)
+    assert held() == [50]
+    with Client(hub.address, run="default", model="actor", replica="engine") as engine:
+        engine.fetch(50, serve=True)
+        first.shutdown()
+        second = trainer(hub, linger_s=0.0)
+        second.send_weights(version=41)
+        assert held() == [version_of(1, 41)]  # 50 is superseded
+        assert engine.wait() == version_of(1, 41)
+    second.send_weights()
+    assert held() == [version_of(1, 42)]
+    with pytest.raises(UsageError, match="grow"):  # the control: without a new attempt
+        second.send_weights(41)
+    second.begin(10)
+    second.send_weights()
+    assert held() == [version_of(2, 11)]
+    with pytest.raises(UsageError, match=r"step -1"):
+        trainer(hub, linger_s=0.0).send_weights(0)
+    second.shutdown()
 
 
 @pytest.mark.parametrize("error", [HubUnreachable("injected"), KeyboardInterrupt()], ids=repr)
