@@ -43,6 +43,7 @@ NOTHING = f"{OURS}/nothing-"  # and the rank, which has written no file
 INDEX = "model.safetensors.index.json"
 TIMEOUT_S = 600.0  # for one publish, and for a version to come and be read
 AGAIN_S = 1.0  # after so long a host that waits for a version looks whether another attempt has begun
+DELTAS_MAX = 8_000  # that a trainer offers, of which the hub takes HOLDINGS_MAX; args.tensorhub_deltas_max overrides it
 KEPT = 2  # whole versions on a reading host's disk, and all versions that it offers to others: the newest ones
 
 _joined: dict[str, tuple[int, Client]] = {}  # by role, of this process
@@ -51,7 +52,7 @@ _run: dict[str, int | str] = {}  # of a trainer: the id of its run, and the atte
 
 def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None:
     """Offer a folder, on every rank at once (the frameworks' post-write hook). Its files must stay as they are until it
-    is deleted, or a newer checkpoint is there; a delta is offered until a whole one follows.
+    is deleted, or a newer checkpoint is there; a delta is offered until a whole one, or DELTAS_MAX of them, follow.
 
     Raise UsageError without TENSORHUB_HUB, or for another trainer of this run that is alive; OSError for a file.
     """
@@ -82,9 +83,10 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None
     _list(folder, listed, content)
     if offer is None:  # else it was asked for once more
         client.publish(version, tensors, copy=False, timeout_s=TIMEOUT_S)
+    over = number - (KEPT if is_whole else int(getattr(args, "tensorhub_deltas_max", DELTAS_MAX)))
     for offered in {key.version for key in client.serving()} - {version}:
         former = folder.with_name(f"weight_v{step_of(offered):06d}")
-        if not former.is_dir() or (is_whole and step_of(offered) < number - 1):  # the last one may still be read
+        if not former.is_dir() or step_of(offered) <= over:  # the last whole one may still be read
             client.unpublish(offered)
             if not getattr(args, "update_weight_disk_keep_files", True):  # slime deletes those of one node
                 shutil.rmtree(former, ignore_errors=True)
@@ -258,9 +260,7 @@ def _mapped(path: Path, size: int) -> torch.Tensor:
 def _check(args: Any) -> None:
     """Raise UsageError for options of slime's with which no engine would read what is offered."""
     if getattr(args, "release_train", False):
-        raise UsageError(
-            "--release-train ends the ranks, which offer the folder, before an engine reads it: leave it out"
-        )
+        raise UsageError("--release-train ends the ranks that offer the folder before it is read: leave it out")
     if getattr(args, "update_weight_local_checkpoint_dir", "none") is None:
         raise UsageError("set --update-weight-local-checkpoint-dir: without it engines read a shared disk, by no hook")
 

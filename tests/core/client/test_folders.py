@@ -25,6 +25,7 @@ from tensorhub_plugins.core import (
     VersionRefused,
     folders,
 )
+from tensorhub_plugins.core.protocol.messages import HOLDINGS_MAX
 
 LISTED = f"{folders.LISTED}a-run"
 
@@ -261,6 +262,22 @@ def test_a_late_host_has_no_more_deltas_in_memory_than_an_early_one(
     late.fetch(8)
     assert held == [1, 2, *[folders.KEPT + 1] * 6] and late.serving("rollout") == [7, 8]
     assert len(trainer.serving("trainer")) == 8  # the control
+
+
+def test_of_deltas_without_end_the_newest_are_offered(host: Callable[[str], Host]) -> None:
+    """As the hub takes so many of one worker: hosts that are there read on, one that is late is told why it can't."""
+    trainer, early, late = host("trainer"), host("early"), host("late")
+    for number in range(1, 8):
+        made = trainer.write(number, {"d": os.urandom(100 + number)}, base=number - 1)
+        trainer.publish(made, tensorhub_deltas_max=3)
+        early.fetch(number)
+        assert trainer.serving("trainer") == [*range(max(1, number - 2), number + 1)]
+    assert same(early, trainer, 7) and len(list(trainer.folder.glob("weight_v*"))) == 7
+    with pytest.raises(VersionGone, match="version 4 .*have the trainer write a whole checkpoint"):
+        late.fetch(7)
+    trainer.publish(trainer.write(8, {"d": b"8"}, base=7))
+    assert trainer.serving("trainer") == [5, 6, 7, 8]  # the control
+    assert folders.DELTAS_MAX < HOLDINGS_MAX
 
 
 @pytest.mark.parametrize("how", ["in place", "another file", "cut off"])
