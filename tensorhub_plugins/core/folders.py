@@ -57,8 +57,7 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None
     Raise UsageError without TENSORHUB_HUB, or for another trainer of this run that is alive; OSError for a file.
     """
     folder = Path(version_dir)
-    number = _number(folder)
-    if number is None:  # a run begins, with an empty folder
+    if (number := _number(folder)) is None:  # a run begins, with an empty folder
         return
     _check(args)
     everything = of_all_ranks({"run": uuid.uuid4().hex, "files": _written(folder), "base": _base(folder)})
@@ -70,6 +69,8 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None
         run = str(everything[0]["run"])
         _run.update(run=run, attempt=client.begin(number - 1, word=run, timeout_s=TIMEOUT_S))
     sizes = {name: size for each in everything for name, size in each["files"].items()}
+    if odd := [name for name in sizes if name.encode(errors="ignore").decode() != name]:
+        raise UsageError(f"{folder} has a file {odd[0]!r}, whose name is not UTF-8: rename it, or leave it out")
     tensors = {name: _mapped(folder / name, sizes[name]) for name in _mine(everything, rank) if sizes[name]}
     listed, content = f"{LISTED}{_run['run']}", json.dumps(sizes).encode()
     if rank == 0:
@@ -126,8 +127,7 @@ def _bring(folder: Path, number: int) -> tuple[int, str]:
     deadline = Deadline.after(TIMEOUT_S)
     version = _visible(client, number, deadline)
     known = client.fetch(version, (CHECKPOINT,), wanted=(), timeout_s=deadline.remaining())
-    names = {spec.name for manifest in known.manifests.values() for spec in manifest.tensors}
-    lists = [name for name in names if name.startswith(LISTED)]
+    lists = [s.name for each in known.manifests.values() for s in each.tensors if s.name.startswith(LISTED)]
     if len(lists) != 1:
         raise VersionRefused("it is no folder: something else was published", version=version)
     if not _is_here(folder, lists[0]):

@@ -334,6 +334,14 @@ def test_what_a_former_run_has_left_in_a_folder_is_not_of_this_run(host: Callabl
         each.close()
 
 
+def test_a_file_whose_name_is_not_utf_8_is_refused_by_name(host: Callable[[str], Host]) -> None:
+    trainer = host("trainer")
+    trainer.publish(trainer.write(1, {"ol\u00e9": b"1"}))  # the control
+    with pytest.raises(UsageError, match=r"weight_v000002 has a file 'ol\\udce9', whose name is not UTF-8: rename it"):
+        trainer.publish(trainer.write(2, {os.fsdecode(b"ol\xe9"): b"1"}))
+    assert trainer.serving("trainer") == [1]
+
+
 @pytest.mark.parametrize(
     ("described", "says"),
     [
