@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
 from torch_ranks import await_version, started  # noqa: E402
+from verl_run import replace_weights  # noqa: E402
 
 from recipes.ranks import free_port  # noqa: E402
 from tensorhub_plugins.core import Client, start_server  # noqa: E402
@@ -114,18 +115,6 @@ def main(rank: int, port: str, start: str, address: str, folder: Path, strategy:
     os._exit(0)
 
 
-def replace_weights(folder: Path) -> None:
-    for path in folder.glob("actor/model_world_size_*_rank_*.pt"):
-        times = path.stat()
-        state = torch.load(path, weights_only=False)
-        with torch.no_grad():
-            for tensor in state.values():
-                local = tensor.local_shards()[0].tensor if hasattr(tensor, "local_shards") else tensor
-                getattr(local, "_local_tensor", local).fill_(0.5)
-        torch.save(state, path)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # nothing shows from outside
-
-
 @pytest.mark.parametrize(
     ("strategy", "mode", "dtype", "step"),
     [
@@ -149,7 +138,7 @@ def test_the_weights_come_from_the_store(
                     rank.stdin.write(READ)
                     rank.stdin.flush()
             assert [rank.wait(TIMEOUT_S) for rank in ranks] == [-signal.SIGKILL] * RANKS
-        replace_weights(tmp_path)
+        replace_weights(tmp_path / "actor")
         with started(__file__, RANKS, free_port(), "second", server.address, *common) as ranks:
             assert [rank.wait(TIMEOUT_S) for rank in ranks] == [0] * RANKS
     for rank in range(RANKS):
