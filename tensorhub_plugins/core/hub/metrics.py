@@ -114,6 +114,7 @@ OF_MODELS: tuple[tuple[str, str, Callable[[_Tally], float]], ...] = (
         lambda m: len(m.history.waiting),
     ),
     ("published_bytes", "bytes that trainers hold published", lambda m: m.history.published_size_bytes),
+    ("over_budget", "1 while these are more than --published-bytes-max", lambda m: m.history.is_over_budget),
     ("retained_bytes", "bytes of last copies, which their holders would free", lambda m: m.retained_bytes),
     (
         "unreached_sources",

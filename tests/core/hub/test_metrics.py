@@ -110,6 +110,15 @@ def test_a_version_that_only_its_trainer_has_shows(run: Scenario) -> None:
     assert figures(run)["newest_replicas"] == 2
 
 
+def test_trainers_that_unpublish_nothing_show() -> None:
+    story = Scenario(limits=HubLimits(published_bytes_max=150))
+    story.join("trainer/0")
+    story.publish("trainer/0", 1)
+    assert not figures(story)["over_budget"]
+    story.publish("trainer/0", 2)
+    assert figures(story)["over_budget"] == 1
+
+
 def test_what_engines_compile_pushes_no_model_out() -> None:
     story = Scenario()
     kinds = [f"actor.compiled-{number}" for number in range(MODELS_MAX)]
