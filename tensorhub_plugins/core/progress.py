@@ -43,7 +43,7 @@ class Progress:
         rate = done / max(1e-9, now - self._began)
         left = f", about {(self.total - done) / rate:.0f} s left" if rate > 0 and self.total > done else ""
         if self._unit == "B":
-            said = f"{done / 1e9:.2f} of {self.total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s"
+            said = f"{done / 1e9:.2f} of {self.total / 1e9:.2f} GB, {rate / 1e6:{'.0f' if rate >= 1e7 else '.2g'}} MB/s"
         else:
             said = f"{done:.0f} of {self.total:.0f} {self._unit}"
         logger.info("%s: %s%s", self.what, said, left)

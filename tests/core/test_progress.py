@@ -31,6 +31,8 @@ def test_where_nobody_watches_there_are_lines_more_and_more_rarely(caplog: pytes
     shown.close()
     assert len(caplog.records) == 6  # after 5, 15, 35, 75, 135 and 195 s
     assert caplog.messages[1].startswith("a/0 reads: 3.00 of 40.00 GB, 200 MB/s, about 18")
+    Progress("b/0 reads", 40e9).note(4e6, time.monotonic() + 10.0)
+    assert caplog.messages[-1].startswith("b/0 reads: 0.00 of 40.00 GB, 0.4 MB/s")  # it does not stand still
 
 
 def test_what_is_over_soon_and_what_has_no_name_says_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -140,7 +140,7 @@ class Strangers:
         return [
             {"host": host or "an unknown host", "count": count, "seconds_ago": round(now - at, 3)}
             for host, (count, at) in reversed(self._refused.items())
-            if now - at < RECENT_S
+            if now - at < RECENT_S and (host or len(self._refused) == 1)  # else most likely a known one's, too
         ]
 
 
