@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
@@ -116,6 +117,26 @@ def test_a_fleet_that_changes_learns_as_a_fixed_one(tmp_path: Path, shared: Path
     ends = [mean(curve[-STEPS // 3 :]) for curve in rewards]
     assert abs(ends[0] - ends[1]) <= DIFFERENCE_MAX, rewards
     assert all(end > mean(curve[: STEPS // 3]) for end, curve in zip(ends, rewards, strict=True)), rewards
+
+
+def test_a_spare_joins_a_run_and_another_one_takes_its_place(tmp_path: Path, shared: Path, ray_folder: Path) -> None:
+    """The control is what has no spare left: it is started, which takes vLLM's whole start."""
+    options = {"hub": "tensorhub:?verify=1&fleet_spares=1", "ENGINES": "1", "TMPDIR": str(ray_folder)}
+    job = [*JOB, "--data.max_samples", "4000"]
+    with Run(tmp_path / "spare", shared, "openrlhf_grpo", "partial", "tensorhub", *job, **options) as run:
+        fleet = fleet_of(run, ray_folder)
+        wait_until(run, fleet, {"rollout-0": "ready", "rollout-1": "spare"})
+        assert fleet.list().count("ready") == 1 and not of(run, "resume", "rollout-1")
+        asked = time.time()
+        fleet.add(2)
+        run.wait_for(lambda: of(run, "prompt", "rollout-1") and of(run, "prompt", "rollout-2"))
+        by_spare, started = (of(run, "resume", name)[0]["t"] - asked for name in ("rollout-1", "rollout-2"))
+        assert by_spare < started / 4, f"weights after {by_spare:.1f} s with a spare, {started:.1f} s without"
+        assert min(first_version(run, name) for name in ("rollout-1", "rollout-2")) >= 1
+        run.wait_for(lambda: states(fleet).get("rollout-3") == "spare")
+        assert not of(run, "prompt", "rollout-3")
+        ray.shutdown()
+    check(run)
 
 
 def of(run: Run, name: str, replica: str) -> list[dict[str, Any]]:
