@@ -46,6 +46,7 @@ SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 REFUSED_BY_WORKERS = {  # vLLM's options, and what they would do to updates
     "enable_lora": "adapters over the weights",
+    "worker_extension_cls": "they have the store's",
     "enable_eplb": "moves experts at run time",
     "kv_transfer_config": "KV of former weights may come back",
     "kv_offloading_size": "KV of former weights may come back",
@@ -318,7 +319,7 @@ def check_drafts(rollout: Any) -> None:
 
 def check_engine_kwargs(rollout: Any) -> None:
     """Refuse what workers refuse when they join the store (vllm/worker/extension.py), minutes after the start."""
-    given = get(rollout, "engine_kwargs", "vllm") or {}
+    given = {str(k).replace("-", "_"): v for k, v in (get(rollout, "engine_kwargs", "vllm") or {}).items()}
     refused = [f"{name} ({why})" for name, why in REFUSED_BY_WORKERS.items() if given.get(name)]
     if given.get("load_format"):
         refused.append("load_format (they start with what rollout.load_format says)")

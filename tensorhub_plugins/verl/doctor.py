@@ -34,6 +34,10 @@ COMMANDS = {
 }
 PATHS = (
     "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.lora_adapter_path",
+    "critic.model.path",
+    "reward.reward_model.model_path",
+    "data.custom_cls.path",
     "data.train_files",
     "data.val_files",
     "reward.custom_reward_function.path",
@@ -84,8 +88,16 @@ def check_found(root: Any) -> None:
 
 def check_paths(root: Any, is_submitted: bool, unseen: list[str]) -> None:
     """Check the files and folders that verl reads on the node of its driver."""
-    resumed = ("trainer.resume_from_path",) * (OmegaConf.select(root, "trainer.resume_mode") == "resume_path")
-    given = [(name, OmegaConf.select(root, name)) for name in (*PATHS, *resumed)]
+    critic, has_reward_model = (
+        OmegaConf.select(root, name) for name in ("critic.enable", "reward.reward_model.enable")
+    )
+    read = {
+        **dict.fromkeys(PATHS, True),
+        "critic.model.path": root.algorithm.adv_estimator == "gae" if critic is None else critic,
+        "reward.reward_model.model_path": has_reward_model,
+        "trainer.resume_from_path": OmegaConf.select(root, "trainer.resume_mode") == "resume_path",
+    }
+    given = [(name, OmegaConf.select(root, name)) for name, is_read in read.items() if is_read]
     paths = [(name, one) for name, value in given for one in (value if isinstance(value, ListConfig) else [value])]
     command_line.check_paths(paths, is_submitted=is_submitted, unseen=unseen)
 

@@ -153,7 +153,34 @@ def engines(root: Any) -> list[Any]:
     stands_for = {"init_standalone": init_standalone, "_server_handle": None, "_server_address": None}
     manager.rollout_replica_class = type("Replica", (manager.rollout_replica_class,), stands_for)
     asyncio.run(manager._initialize_llm_servers())
+    for replica in manager.rollout_replicas[:1]:
+        _check_server(replica.config, replica.model_config)
     return list(manager.rollout_replicas)
+
+
+def _check_server(rollout: Any, model: Any) -> None:
+    """Have verl make of its options what it starts vLLM's server with, and vLLM's own parser read the user's."""
+    if not rollout.name.startswith("vllm"):
+        return
+    from verl.workers.rollout.vllm_rollout import utils, vllm_async_server
+    from vllm.entrypoints.cli import serve
+
+    class Parser(vllm_async_server.FlexibleArgumentParser):
+        def error(self, message: str) -> None:
+            words = " ".join(message.split())
+            raise UsageError(f"vLLM does not take actor_rollout_ref.rollout.engine_kwargs.vllm: {words}")
+
+    parser = Parser()
+    (command,) = serve.cmd_init()
+    command.subparser_init(parser.add_subparsers())
+    given = dict(rollout.engine_kwargs.get("vllm") or {})
+    parser.parse_args(["serve", "model", *utils.build_cli_args_from_config(given)])
+    rank = model.lora.get("rank") or model.lora_rank
+    if rank > 0 and not model.lora.get("merge"):
+        utils.get_vllm_max_lora_rank(rank)
+    if rollout.quantization not in (None, "fp8"):  # which changes vLLM
+        server = type("Server", (), {"config": rollout, "model_config": model})
+        vllm_async_server.vLLMHttpServer._apply_quantization(server)
 
 
 def _estimator(root: Any) -> None:

@@ -23,7 +23,7 @@ CEILINGS = {
     "core/transfer": 1_947,
     "core/transports": 7_295,
     "openrlhf": 2_475,
-    "verl": 3_985,
+    "verl": 4_020,
     "vllm": 9_010,
     "vllm/doctor": 860,
     "vllm/worker": 5_245,
