@@ -43,6 +43,7 @@ class _Tally:
         self.transfers = self.retained_bytes = 0
         self.followers = self.behind = self.lag_max = 0
         self.behind_s_max = self.install_age_s_max = 0.0
+        self.room_min = min((worker.room_bytes for worker in history.workers.values() if worker.holdings), default=0)
         for worker in history.workers.values():
             self.trainers += worker.published_size_bytes > 0
             self.silent += standing.is_silent(worker, now)
@@ -67,11 +68,7 @@ OF_MODELS: tuple[tuple[str, str, Callable[[_Tally], float]], ...] = (
         "seconds since the newest version was published; 0 before the first one",
         lambda m: standing.newest_age_s(m.history, m.now),
     ),
-    (
-        "newest_replicas",
-        "replicas of which each has all of the newest version, trainers included",
-        lambda m: standing.newest_replicas(m.history),
-    ),
+    ("newest_replicas", "replicas that have all of the newest version", lambda m: standing.newest_replicas(m.history)),
     (
         "missing_copies",
         "versions with fewer copies, or in fewer hosts, than asked for",
@@ -115,6 +112,7 @@ OF_MODELS: tuple[tuple[str, str, Callable[[_Tally], float]], ...] = (
     ),
     ("published_bytes", "bytes that trainers hold published", lambda m: m.history.published_size_bytes),
     ("over_budget", "1 while these are more than --published-bytes-max", lambda m: m.history.is_over_budget),
+    ("room_bytes_min", "least bytes that a holder's budget and host have left for more", lambda m: m.room_min),
     ("retained_bytes", "bytes of last copies, which their holders would free", lambda m: m.retained_bytes),
     (
         "unreached_sources",

@@ -110,6 +110,14 @@ def test_a_version_that_only_its_trainer_has_shows(run: Scenario) -> None:
     assert figures(run)["newest_replicas"] == 2
 
 
+def test_a_memory_that_gets_full_shows(run: Scenario) -> None:
+    for name, room in (("trainer/0", 700), ("a/0", 50)):
+        run.beat(name, room_bytes=room)
+    assert figures(run)["room_bytes_min"] == 700  # the other one holds nothing
+    run.beat("trainer/0")
+    assert figures(run)["room_bytes_min"] == 0
+
+
 def test_trainers_that_unpublish_nothing_show() -> None:
     story = Scenario(limits=HubLimits(published_bytes_max=150))
     story.join("trainer/0")
