@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_plugins.core import Client, version_of
-from tensorhub_plugins.core.cli import fetch_status
+from tensorhub_plugins.core import version_of
 from tensorhub_plugins.core.hub.server import start_server
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -107,19 +106,3 @@ def test_without_its_last_lines_each_version_keeps_its_copy(model: torch.nn.Modu
         trainer, found = LEAVES.subn("", loops(server.address)[0])
         assert found == 1
         assert train(trainer, model, 20)[-1] == 20
-
-
-def test_the_rollout_shows_its_lag() -> None:
-    """Also one that generates for long: it follows, as an engine does. The control: a reader does not."""
-    with (
-        start_server() as server,
-        Client(server.address, run="r1", model="actor", replica="trainer") as trainer,
-        Client(server.address, run="r1", model="actor", replica="reader") as reader,
-    ):
-        names: dict[str, Any] = {"Client": Client, "tensors": {"w": torch.zeros(4)}, "last": 1}
-        trainer.publish(1, {"w": torch.ones(4)})
-        reader.wait()
-        exec(loops(server.address)[1], names)
-        workers = fetch_status(server.address)["models"][0]["workers"]
-        names["rollout"].close()
-        assert [each["worker"] for each in workers if each.get("follows")] == ["rollout-3/0"]
