@@ -28,7 +28,7 @@ from urllib.request import urlopen
 
 import torch
 
-from tensorhub_plugins.core import Client, Publisher, UsageError, version_label
+from tensorhub_plugins.core import Client, Publisher, UsageError, VersionRefused, version_label
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import checkpoint_names, model_size
 from tensorhub_plugins.vllm.checkpoint_names import Step
@@ -87,12 +87,19 @@ class StoreTransfer:
         self._publisher.publish(self._step, self._checkpoint(iterator))
 
     def resume(self) -> None:
-        """Wait until the servers that answer have the version that was sent last, `confirm_s` at most."""
+        """Wait until the servers that answer have the version that was sent last, `confirm_s` at most, not for those
+        that refuse it; VersionRefused where all do."""
         version, end = self._publisher.version(self._step), time.monotonic() + self._confirm_s
         behind = list(self._servers)
-        while behind := [url for url in behind if _version_of(url, version) < version]:
-            if time.monotonic() >= end:
-                logger.warning("version %s: not yet at %s; training goes on", version_label(version), ", ".join(behind))
+        while behind:
+            lacking = {url: _lacks(url, version) for url in behind}
+            behind = [url for url, why in lacking.items() if why is not None]
+            refusals = [why for why in lacking.values() if why]
+            if behind and len(refusals) == len(self._servers):
+                raise VersionRefused(f"no server can install it: {refusals[0]}", version=version)
+            if behind and (len(refusals) == len(behind) or time.monotonic() >= end):
+                text = "version %s: not yet at %s; training goes on%s"
+                logger.warning(text, version_label(version), ", ".join(behind), "".join(f": {why}" for why in refusals))
                 return
             time.sleep(POLL_INTERVAL_S)
 
@@ -169,16 +176,21 @@ class StoreTransfer:
         return found
 
 
-def _version_of(url: str, otherwise: int) -> int:
-    """Return the version that a server has; `otherwise` if it does not answer: it will start with the newest."""
+def _lacks(url: str, version: int) -> str | None:
+    """Return why a server refuses this version, "" if it is only behind; None if it has it, or does not answer: it will
+    start with the newest."""
     try:
         with urlopen(f"{url}/tensorhub", timeout=ASK_TIMEOUT_S) as reply:
             text = reply.read()
     except (OSError, HTTPException) as error:
-        text = b"" if isinstance(error, HTTPError) and error.code == HTTPStatus.NOT_FOUND else None
+        if not (isinstance(error, HTTPError) and error.code == HTTPStatus.NOT_FOUND):
+            return None
+        text = b""
     try:
-        return otherwise if text is None else int(json.loads(text)["following"]["version"])
-    except (LookupError, TypeError, ValueError) as error:
+        said = json.loads(text)["following"]
+        refused, why = said.get("refusal", (0, ""))
+        return None if int(said["version"]) >= version else why * (refused >= version)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UsageError(
             f'{url} does not follow the store: start it with --load-format tensorhub and "follow"'
         ) from error

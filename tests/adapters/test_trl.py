@@ -23,9 +23,9 @@ import transformers
 from safetensors.torch import load_file
 from vllm_engines import make_model
 
-from tensorhub_plugins.core import CHECKPOINT, Client, Server, UsageError
+from tensorhub_plugins.core import CHECKPOINT, Client, Server, UsageError, VersionRefused
 from tensorhub_plugins.core.types import attempt_of
-from tensorhub_plugins.vllm.trl import StoreTransfer, _version_of
+from tensorhub_plugins.vllm.trl import StoreTransfer, _lacks
 
 TIMEOUT_S = 20.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +161,23 @@ def test_the_training_waits_until_its_servers_have_the_version(
                 transfer.resume()
 
 
+def test_nobody_waits_for_servers_that_refuse_a_version(
+    hub: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_model("qwen2-tied", tmp_path / "model", 1)
+    with joined(hub, folder, confirm_s=600.0) as transfer:
+        transfer.send_weights(trained(folder))
+        version, _ = read(hub)
+        refuses = {"following": {"version": version - 1, "refusal": [version, "head.weight is missing"]}}
+        with server_that_says([refuses]) as (url, _), server_that_says([has(0), has(version)]) as (other, _):
+            transfer._servers = [url.rstrip("/"), other.rstrip("/")]
+            transfer.resume()  # some have it
+            assert "head.weight is missing" in caplog.text
+            transfer._servers = [url.rstrip("/")]
+            with pytest.raises(VersionRefused, match=r"head\.weight is missing"):
+                transfer.resume()
+
+
 def test_a_server_that_dies_as_it_answers_holds_nobody_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -173,7 +190,7 @@ def test_a_server_that_dies_as_it_answers_holds_nobody_up() -> None:
         answering = threading.Thread(target=answer)
         answering.start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        assert [_version_of(url, 7), _version_of(url, 7)] == [7, 7]
+        assert [_lacks(url, 7), _lacks(url, 7)] == [None, None]
         answering.join(TIMEOUT_S)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +26,8 @@ class OneAdapter:
         """Take part in turns. turn: the same for all adapters of the engine; held from pause to resume."""
         self._core, self._name, self._turn = core, name, turn
         self._has_turn = False
+        self.is_available, self.is_idle, self.held_by = core.is_available, core.is_idle, core.held_by
+        self.forget, self.running, self.departed = core.forget, core.running, core.departed
         core.spans.setdefault(name, Spans())
 
     @property
@@ -35,15 +36,6 @@ class OneAdapter:
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         return await self._core.rpc(method, *args, target=self._name)
-
-    async def is_available(self) -> bool:
-        return await self._core.is_available()
-
-    async def is_idle(self) -> bool:
-        return await self._core.is_idle()
-
-    async def held_by(self) -> str:
-        return await self._core.held_by()
 
     async def pause(self) -> None:
         while not self._turn.acquire(blocking=False):  # its holder runs in another thread
@@ -55,20 +47,11 @@ class OneAdapter:
             raise
         self._has_turn = True
 
-    async def forget(self) -> None:
-        await self._core.forget()
-
     async def resume(self) -> None:
         await self._core.resume()
         if self._has_turn:
             self._has_turn = False
             self._turn.release()
-
-    def running(self) -> Collection[str]:
-        return self._core.running()
-
-    def departed(self) -> Sequence[str]:
-        return self._core.departed()
 
     def settle(self, version: int) -> None:
         self._core.settle(version, self._name)
