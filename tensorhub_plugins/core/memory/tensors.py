@@ -118,22 +118,23 @@ def check_tensor(name: object, tensor: object) -> None:
     if not has_memory(tensor):
         raise UsageError(
             f"tensor {name!r} is a {type(tensor).__name__} without memory of its own (it stands for one while "
-            "something is traced, or was not initialized): pass a real one"
+            "something is traced, was not initialized, or its memory was freed, as FSDP does): pass a real one"
         )
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether its bytes are in memory, unlike those of a FakeTensor, of vmap's stand-in for a tensor, or of a
-    lazy module's parameter. Wrappers are rejected elsewhere, where they are not supported."""
+    """Return whether its bytes are in memory, unlike those of a FakeTensor, of vmap's stand-in for a tensor, of a lazy
+    module's parameter, or of a freed storage. Wrappers are rejected elsewhere, where they are not supported."""
     if isinstance(tensor, FakeTensor):
         return False
     if hasattr(tensor, "to_local") or hasattr(tensor, "__tensor_flatten__"):
         return True
     try:
-        tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        storage.data_ptr()
     except (RuntimeError, ValueError):
         return False
-    return True
+    return storage.nbytes() >= tensor.storage_offset() * tensor.element_size() + span_of(tensor) or not tensor.numel()
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
@@ -200,6 +201,8 @@ def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def span_of(tensor: torch.Tensor) -> int:
     """Return the number of bytes from its first element to the end of its last one."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 

@@ -26,12 +26,21 @@ def nested(layout: torch.layout) -> torch.Tensor:
         return torch.nested.nested_tensor([torch.zeros(2, 1), torch.zeros(3, 1)], layout=layout)
 
 
+def freed(some: slice, left: int) -> torch.Tensor:
+    """As FSDP frees what it has gathered."""
+    tensor = torch.zeros(8, 4)[some]
+    tensor.untyped_storage().resize_(left)
+    return tensor
+
+
 MADE: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "fake": (fake, "is a FakeTensor without memory"),
     "nested": (lambda: nested(torch.strided), "is nested"),
     "jagged": (lambda: nested(torch.jagged), "is nested"),
     "lazy": (lambda: torch.nn.LazyLinear(3).weight, "without memory"),
     "zero": (lambda: torch._efficientzerotensor(3), "without memory"),
+    "freed": (lambda: freed(slice(None), 0), "was freed"),
+    "freed in part": (lambda: freed(slice(4, None, 2), 96), "was freed"),
     "sparse": (lambda: torch.zeros(3).to_sparse(), "do not say all"),
     "mkldnn": (lambda: torch.zeros(3, 3).to_mkldnn(), "do not say all"),
 }
