@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -16,16 +17,17 @@ import tensorhub_plugins.core
 from tensorhub_plugins.core.capturing import acting
 from tensorhub_plugins.core.client import calls
 
+KIND = os.environ.get("KIND", "line")
 CORE = str(Path(tensorhub_plugins.core.__file__).parent)
 Where = Literal["caller", "call"]
 
 
 class Interrupt:
     """A KeyboardInterrupt in the calling thread at the `at`-th line (None: never) that core runs in it, or in the
-    thread of its call, which then waits until the interrupt has been delivered."""
+    thread of its call, which then waits until the interrupt has been delivered. within: only a function's lines."""
 
-    def __init__(self, where: Where, at: int | None) -> None:
-        self.where, self.at = where, at
+    def __init__(self, where: Where, at: int | None, within: str = "") -> None:
+        self.where, self.at, self.within = where, at, within
         self.lines = 0
 
     @property
@@ -64,7 +66,7 @@ class Interrupt:
     def _in_caller(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(CORE):
             return None
-        if self._is_due(event):
+        if self.within in ("", frame.f_code.co_name) and self._is_due(event):
             raise KeyboardInterrupt
         return self._in_caller
 

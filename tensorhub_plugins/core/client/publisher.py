@@ -158,8 +158,8 @@ class Publisher(OfThisProcess):
         if model:
             self._reserve(self._plain(self._pieces_of(map(self._cast_spec, self._mine))), ahead=True)
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._is_publishing, self._ahead = False, threading.Lock()  # held while a version that is over stays for deltas
-        # Started with the first version that is over.
+        # ahead: held while a version that is over stays for deltas. retiring: started with the first that is over.
+        self._is_publishing, self._is_abandoned, self._ahead = False, False, threading.Lock()
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
 
     @property
@@ -220,16 +220,19 @@ class Publisher(OfThisProcess):
         for a moment, and as long as copying and digesting it. Errors as of theirs, but those of the version that is in
         the background, which it waits for: the next publish raises them."""
         if self._coming is not None:
-            calls.wait_for(self._coming)
+            calls.run(partial(calls.wait_for, self._coming))
         deadline = Deadline.after(self.timeout_s)
-        taken = self._snapshot_parts(0, weights, deadline) if by_parts else self._snapshot(0, weights)
         try:
-            taken.downloads.wait()
-            taken.slab.know_digests(taken.downloads.digests(taken.slab.segment_size_bytes))
-            return _root(taken.slab, taken.parts, self.client.digest).hex()
+            taken = self._snapshot_parts(0, weights, deadline) if by_parts else self._snapshot(0, weights)
+            return calls.run(partial(self._root_of, taken))
         finally:
-            calls.run(taken.downloads.finish)
-            taken.slab.close()
+            calls.run(self._queued.finish)
+
+    def _root_of(self, taken: Snapshot) -> str:
+        taken.downloads.wait()
+        with taken.slab as slab:
+            slab.know_digests(taken.downloads.digests(slab.segment_size_bytes))
+            return _root(slab, taken.parts, self.client.digest).hex()
 
     def retain_version_of(self, root: str) -> None:
         """Retain the version in which this rank's share has this root, as soon as it is published, in place of the last
@@ -273,11 +276,9 @@ class Publisher(OfThisProcess):
         if self.attempt is None:
             self.begin(check_version(step, "step") - 1)
         version, started = self.version(step), time.monotonic()
-        deadline = Deadline.after(self.timeout_s)
-        self._is_publishing = True
-        if self._ahead.acquire(timeout=AHEAD_S):  # deltas break off; what they kept may be the memory for this version
-            self._ahead.release()
+        deadline, self._is_abandoned = Deadline.after(self.timeout_s), False
         try:
+            calls.run(self._end_deltas)
             try:
                 taken = snapshot(version, deadline)
             except DeadlineExceeded as error:
@@ -287,10 +288,19 @@ class Publisher(OfThisProcess):
             offer = self._offer_later if self.in_background else self._offer
             return calls.run(partial(offer, version, taken, started, deadline))
         except BaseException:
-            calls.run(self._queued.finish)  # before anything is released
+            calls.run(self._abandon)
             raise
-        finally:
-            self._is_publishing = False
+
+    def _abandon(self) -> None:
+        """Publish nothing of a failed call later. Return when nothing is copied any more: it is released then."""
+        self._is_abandoned, self._is_publishing = True, False
+        self._queued.finish()
+
+    def _end_deltas(self) -> None:
+        """Have the deltas that are made ahead break off: what they kept may be the memory for this version."""
+        self._is_publishing = True
+        if self._ahead.acquire(timeout=AHEAD_S):
+            self._ahead.release()
 
     def _offer_later(self, version: int, taken: Snapshot, started: float, deadline: Deadline) -> dict[str, float]:
         """Call `_offer` in the background; return what is known at once, and how long the previous version took."""
@@ -299,6 +309,7 @@ class Publisher(OfThisProcess):
         size_bytes, self._coming_whole = float(taken.slab.size_bytes), taken.whole
         self._coming = self._executor.submit(self._offer, version, taken, started, deadline)
         self._coming.add_done_callback(self._log_failure)
+        self._is_publishing = False
         return {
             **({} if self._last_seconds is None else {SECONDS: self._last_seconds}),
             "tensorhub/publish/gather_seconds": time.monotonic() - started,
@@ -308,6 +319,9 @@ class Publisher(OfThisProcess):
     def _offer(self, version: int, taken: Snapshot, started: float, deadline: Deadline) -> dict[str, float]:
         slab, whole, parts, downloads = taken
         downloads.wait()
+        if self._is_abandoned:
+            slab.close()
+            return {}
         slab.know_digests(downloads.digests(slab.segment_size_bytes))
         gathered = time.monotonic()
         if self._published and version <= self._published[-1]:
@@ -334,7 +348,8 @@ class Publisher(OfThisProcess):
         self._retain_noted(version, report.manifest)
         self._whole = whole
         calls.stays()
-        self._reserve_next(slab)
+        if not self._is_reserved:  # the first version has only the memory of its own
+            self._reserve_ahead(slab.specs, self.keep)
         self._is_publishing = False  # the deltas of what is over have time now
         while len(self._published) > self.keep:
             self._retired.put(self._published.popleft())
@@ -348,8 +363,10 @@ class Publisher(OfThisProcess):
 
     def _again(self, version: int, slab: Slab, parts: dict[str, Part]) -> dict[str, float]:
         """Accept a version that was sent before if nothing changed; else the readers would keep the old weights."""
-        same = version == self._published[-1] and self._is_sent(slab, parts)
+        sent, newest = self._sent, self._published[-1]
+        same = sent and version == newest and _root(slab, parts, sent.digest_algorithm) == sent.root()
         slab.close()
+        self._is_publishing = False
         if same:
             return {}
         raise UsageError(
@@ -357,12 +374,6 @@ class Publisher(OfThisProcess):
             "begin anew, with Publisher.begin",
             version=version,
         )
-
-    def _is_sent(self, slab: Slab, parts: dict[str, Part]) -> bool:
-        sent = self._sent
-        if sent is None:
-            return False
-        return _root(slab, parts, sent.digest_algorithm) == sent.root()
 
     def _snapshot(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
         """Return a slab with this rank's tensors, the tensors of all ranks, and the positions of its parts in them.
@@ -406,13 +417,8 @@ class Publisher(OfThisProcess):
             raise self._not_the_same(version, whole)
         slab = self._allocate(self._plain(pieces), deadline)
         downloads, stays = self._downloads(slab), not self.in_background
-        try:
-            for name, tensor in self._settled([(name, tensor) for name, (tensor, _) in here.items()]):
-                _write(slab, pieces[name], tensor.detach(), downloads, stays=stays, deadline=deadline)
-        except BaseException:
-            calls.run(downloads.finish)
-            slab.close()
-            raise
+        for name, tensor in self._settled([(name, tensor) for name, (tensor, _) in here.items()]):
+            _write(slab, pieces[name], tensor.detach(), downloads, stays=stays, deadline=deadline)
         return Snapshot(slab, whole, _parts(pieces), downloads)
 
     def _parts_of(
@@ -468,11 +474,6 @@ class Publisher(OfThisProcess):
         if ahead and not self._is_reserved:
             self._reserve_ahead(plain, self.keep + 1)
 
-    def _reserve_next(self, slab: Slab) -> None:
-        """Have the memory of the next versions made, once: the first one has only that of its own."""
-        if not self._is_reserved:
-            self._reserve_ahead(slab.specs, self.keep)
-
     def _reserve_ahead(self, specs: Iterable[TensorSpec], count: int) -> None:
         self._is_reserved = True
         with contextlib.suppress(TensorHubError):  # the version that needs it says so
@@ -522,7 +523,7 @@ class Publisher(OfThisProcess):
                     self.client.wait(newer_than=version, timeout_s=UNPUBLISH_S)
                 # While both versions are here, and not while the next one wants the memory.
                 with self._ahead:
-                    self.client.changes.make_ahead(version, CHECKPOINT, self._has_no_time)
+                    self.client.changes.make_ahead(version, CHECKPOINT, lambda: self._is_publishing or self._retired.qsize() > 0)
                     if self._is_publishing:  # which waits for it
                         self._unpublish(version)
                 self._unpublish(version)  # nothing, if that was done
@@ -531,9 +532,6 @@ class Publisher(OfThisProcess):
 
     def _unpublish(self, version: int) -> None:
         self.client.unpublish(version, CHECKPOINT, timeout_s=UNPUBLISH_S)
-
-    def _has_no_time(self) -> bool:
-        return self._is_publishing or not self._retired.empty()
 
     @calls.public
     def close(self) -> None:

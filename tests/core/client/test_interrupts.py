@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,18 @@ from delta_stage import THERE
 from interrupts import Interrupt, Where
 from simulated import Simulation
 
-from tensorhub_plugins.core import CHECKPOINT, Client, Fetched, Held, HubUnreachable, Publisher, UsageError, spec_of
+from tensorhub_plugins.core import (
+    CHECKPOINT,
+    Client,
+    Fetched,
+    Held,
+    HubUnreachable,
+    Publisher,
+    Recovery,
+    ShardKey,
+    UsageError,
+    spec_of,
+)
 from tensorhub_plugins.core.capturing import acting
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client import calls
@@ -78,7 +90,8 @@ class Cast:
         found += [name for name in threads if name == "tensorhub-read-trainer/0"]
         found += [f"{name}: {left}" for name, left in (
             ("transfers", worker._transfers), ("readings", shelf.readings), ("futures", worker._hub._futures),
-            ("asked", machine.asked), ("leases", machine.leases), ("claims", machine.claims),
+            ("asked", machine.asked), ("leases", machine.leases),
+            ("claims", machine.claims if not isinstance(self.given, Fetched) else ()),
         ) if left]  # fmt: skip
         served = {key: entry for key, entry in shelf.entries.items() if not entry.is_arriving}
         if set(shelf.entries) != set(machine.holdings):
@@ -94,9 +107,8 @@ class Cast:
         known = {*pool._free, *(entry.offer.slab for entry in served.values())}
         if isinstance(self.given, Fetched):
             known |= {*self.given.slabs.values()}
-        kept = [slab for slab in pool._handed_out if slab not in known]
-        if kept and gc.collect() >= 0:
-            found += [f"kept: {slab}" for slab in pool._handed_out if slab not in known]
+        if any(slab not in known for slab in pool._handed_out) and gc.collect() >= 0:
+            found += [f"kept: {slab}" for slab in pool._handed_out if slab not in known and not slab._closed]
         return found + [f"lease {lease}" for lease in leases(self.stage)]
 
     def is_of_one_mind(self) -> None:
@@ -224,8 +236,7 @@ def _publisher(**options: Any) -> Callable[[Cast], Any]:
 
 def _publish_parts(cast: Cast) -> Any:
     publisher, step = cast.given
-    held = [Held(spec_of(name, tensor), tensor) for name, tensor in tensors_of(step).items()]
-    return publisher.publish_parts(step, held)
+    return publisher.publish_parts(step, _held(step))
 
 
 def _publisher_goes_on(cast: Cast, _: Any) -> None:
@@ -281,6 +292,94 @@ def _by_deltas(cast: Cast, done: Fetched | None) -> None:
         cast.elsewhere.unpublish(version)
 
 
+def _held(step: int) -> list[Held]:
+    return [Held(spec_of(name, tensor), tensor) for name, tensor in tensors_of(step).items()]
+
+
+def _root(cast: Cast) -> Any:
+    return cast.given[0].root(_held(1), by_parts=True)
+
+
+def _in_the_background(cast: Cast) -> Any:
+    publisher, step = cast.publisher(in_background=True), next(cast.numbers)
+    publisher.publish(step, tensors_of(step).items())
+    return publisher, step
+
+
+def _publisher_leaves(cast: Cast) -> Any:
+    client = cast.stage.client(f"leaves-{next(cast.numbers)}")
+    publisher = Publisher(client, rank=0, ranks=1, worker="leaves", keep=1, timeout_s=10)
+    for _ in range(2):
+        publisher.publish(next(cast.numbers), tensors_of(1).items())
+    return publisher
+
+
+def _publisher_closed(cast: Cast, _: Any) -> None:
+    publisher = cast.given
+    publisher.close()
+    cast.given = publisher.client
+    _closed(cast, None)
+
+
+def _recovery(cast: Cast) -> Recovery:
+    step = cast.given[1] if cast.given else 1
+    return Recovery(
+        cast.given[0],
+        "resumed_step",
+        weights=lambda: _held(step),
+        held=lambda: [Held(spec_of(name, tensor), tensor) for name, tensor in cast.into.items()],
+        by_parts=True,
+        gather=lambda mine: [mine],
+    )
+
+
+def _noted(cast: Cast) -> Any:
+    publisher, step = cast.publisher(), next(cast.numbers)
+    publisher.publish_parts(step, _held(step))
+    cast.elsewhere.fetch(step, serve=True).release()
+    cast.worker.unpublish(step)
+    return publisher, step, tempfile.mkdtemp()
+
+
+def _recovers(cast: Cast) -> Any:
+    recovery = _recovery(cast)
+    recovery.note(cast.given[2])
+    return recovery.resume(cast.given[2], 10.0)
+
+
+def _recovered(cast: Cast, done: Any) -> None:
+    if done is None:
+        done = _recovers(cast)
+    assert done and same(cast.into, cast.given[1])
+    cast.into = tensors_of(0)
+    cast.elsewhere.unpublish(cast.given[1])
+
+
+def _to_convert(cast: Cast) -> Fetched:
+    return cast.worker.fetch(1, (RUNTIME, CHECKPOINT))
+
+
+def _abandoned(cast: Cast, _: Any) -> None:
+    cast.worker.abandon(1, RUNTIME)
+    cast.given.release()
+
+
+def _fetched_into(cast: Cast, done: Any) -> None:
+    if done is None:
+        cast.worker.fetch(1, into=cast.into, serve=True)
+    assert same(cast.into, 1)
+    cast.worker.unpublish(1)
+    cast.into = tensors_of(0)
+
+
+def _fetched_part(cast: Cast, done: Fetched | None) -> None:
+    done = done or cast.worker.fetch(1, wanted=SPECS)
+    assert same(done.tensors() | {"scale": tensors_of(1)["scale"]}, 1)
+    done.release()
+
+
+SPECS = [spec_of("w", torch.ones(40_000))]
+KEY = ShardKey(1, CHECKPOINT)
 STORIES: dict[str, Story] = {
     "publish": Story(lambda cast: cast.worker.publish(cast.given, tensors_of(cast.given)), _published),
     "publish in place": Story(_adopted, _published),
@@ -330,6 +429,27 @@ STORIES: dict[str, Story] = {
         _read_elsewhere,
         _over_the_former,
     ),
+    "Publisher.begin": Story(
+        lambda cast: cast.given[0].begin(10**4),
+        lambda cast, done: cast.given[0].begin(10**4),
+        lambda cast: (cast.publisher(), 0),
+    ),
+    "Publisher.prepare": Story(
+        lambda cast: cast.given[0].prepare(_held(cast.given[1])),
+        _publisher_goes_on,
+        lambda cast: (cast.publisher(), next(cast.numbers)),
+    ),
+    "Publisher.root": Story(_root, lambda cast, done: done in (None, _root(cast)), _publisher()),
+    "Publisher.settle": Story(lambda cast: cast.given[0].settle(), _publisher_goes_on, _in_the_background),
+    "Publisher.close": Story(lambda cast: cast.given.close(), _publisher_closed, _publisher_leaves),
+    "Recovery": Story(_recovers, _recovered, _noted),
+    "unpin": Story(lambda cast: cast.worker.unpin(), _pinned, lambda cast: cast.worker.pin(1)),
+    "abandon": Story(lambda cast: cast.worker.abandon(1, RUNTIME), _abandoned, _to_convert),
+    "reserve": Story(lambda cast: cast.worker.reserve(SPECS, 2), lambda cast, done: cast.worker.reserve(SPECS, 2)),
+    "serving": Story(lambda cast: cast.worker.serving(), lambda cast, done: cast.worker.serving()),
+    "find": Story(lambda cast: cast.worker.find(KEY), lambda cast, done: cast.worker.find(KEY)),
+    "fetch into": Story(lambda cast: cast.worker.fetch(1, into=cast.into, serve=True), _fetched_into),
+    "fetch what is wanted": Story(lambda cast: cast.worker.fetch(1, wanted=SPECS), _fetched_part),
     "fetch by deltas": Story(lambda cast: cast.worker.fetch(cast.given, serve=True), _by_deltas, _beside_the_former),
 }
 
@@ -343,7 +463,7 @@ def tell(cast: Cast, story: Story, interrupt: Interrupt) -> bool:
     """Whether it was interrupted."""
     cast.given = story.prepare(cast)
     done = interrupt.during(lambda: story.act(cast))
-    if interrupt.happened:
+    if interrupt.happened and not isinstance(done, Fetched):  # it went nowhere, and that is not released yet
         cast.is_of_one_mind()
     story.works(cast, done)
     cast.given = done = None
@@ -374,6 +494,26 @@ def test_an_interrupted_call_leaves_nothing_behind(cast: Cast, name: str) -> Non
 @pytest.mark.parametrize("name", STORIES)
 def test_an_interrupt_at_any_line(cast: Cast, name: str, where: Where) -> None:
     assert sweep(cast, STORIES[name], where, None) >= POINTS
+
+
+def test_an_interrupted_publish_neither_keeps_its_lock_nor_publishes_later(cast: Cast) -> None:
+    """At each line of what the caller's thread does itself, while an earlier task is in the background."""
+    publisher = cast.publisher(in_background=True)
+    publisher.keep = 10**3  # none of them goes
+    first, at = next(cast.numbers), count(1)
+    publisher.publish(first, tensors_of(first).items())
+    publisher.settle()
+    while True:
+        publisher._executor.submit((free := threading.Event()).wait, SOON_S)
+        interrupt, step = Interrupt("caller", next(at), "_publish"), next(cast.numbers)
+        interrupt.during(lambda: publisher.publish(step, tensors_of(step).items()))  # noqa: B023
+        free.set()
+        publisher.settle()
+        assert not publisher._ahead.locked()
+        if not interrupt.happened:
+            break
+    assert [info.version for info in cast.reader.versions()] == [1, first, step]
+    publisher.close()
 
 
 def test_without_a_thread_of_its_own_it_does(cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
