@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
+import msgspec
 import torch
 from vllm_engines import Engine, EngineError, checkpoint, make_model
 
-from tensorhub_plugins.core import CHECKPOINT, Client, Server
-from tensorhub_plugins.vllm.worker import draft
+from tensorhub_plugins.core import CHECKPOINT, Client, Server, UsageError
+from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.vllm.worker import draft, extension
 
 heavy = pytest.mark.heavy
 
@@ -95,6 +98,34 @@ def test_a_failed_load_leaves_the_shared_loaders_as_they_were() -> None:
     else:
         raise AssertionError("nothing failed")
     assert target.embed.weight.weight_loader is loader
+
+
+@pytest.mark.parametrize(("load_format", "wanted"), [("dummy", None), ("auto", "store")])
+def test_weight_transfer_alone_says_how_heads_follow(
+    load_format: str, wanted: str | None, weight_transfer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM gives it the model only. The control: heads that were read stay, and the store is joined."""
+    from tensorhub_plugins.vllm import weight_transfer as door
+
+    load_config, speculative = SimpleNamespace(load_format=load_format), SimpleNamespace(method="mtp")
+    engine = object.__new__(door.TensorHubWeightTransferEngine)
+    engine.model = torch.nn.Linear(2, 2)
+    engine.vllm_config = SimpleNamespace(load_config=load_config, speculative_config=speculative)
+    monkeypatch.setattr(extension.fingerprint, "group_of", lambda _: SimpleNamespace(is_last_rank=True))
+    config = WorkerConfig(hub="tcp://none:1", run="r", model="m", replica="x", draft=wanted)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"\(mtp\) here, as its weight transfer .*: start with --load-format"):
+        engine.init_transfer_engine(config)
+
+    class JoinedError(Exception):
+        pass
+
+    def joined(*_: Any, **__: Any) -> None:
+        raise JoinedError
+
+    load_config.load_format = "auto"
+    monkeypatch.setattr(extension, "_check_supported", joined)
+    with pytest.raises(JoinedError):
+        engine.init_transfer_engine(msgspec.structs.replace(config, draft="disk"))
 
 
 def make_drafting_model(folder: Path, seed: int, *, agrees: bool) -> Path:

@@ -225,7 +225,8 @@ def _followed_draft(config: WorkerConfig, drafting: torch.nn.Module | None, vllm
             '. With option draft="store" versions bring it' if drafts.is_of_the_model(method) else "",
         )
     if source == "store" and drafting is None and fingerprint.group_of("pp").is_last_rank:
-        raise UsageError(f'this vLLM does not show what drafts ({method}): set option draft="disk"')
+        text = f"vLLM shows no heads that draft ({method}) here, as its weight transfer alone never does: start with"
+        raise UsageError(f'{text} --load-format tensorhub, which has them follow, or read them (option draft="disk")')
     return drafting if source == "store" else None
 
 
