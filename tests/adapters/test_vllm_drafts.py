@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 import msgspec
 import torch
 from vllm_engines import Engine, EngineError, checkpoint, make_model
+from vllm_ranks import alone, heads_of_ranks
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Server, UsageError
 from tensorhub_plugins.vllm.config import WorkerConfig
@@ -211,6 +212,22 @@ def runtime(engine: Engine) -> list[dict[str, str]]:
 def connect(engine: Engine, hub: Server, replica: str, **options: Any) -> None:
     config = {"hub": hub.address, "run": "r", "model": "m", "replica": replica, **options}
     engine.call("tensorhub_connect", config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_heads_are_cut_as_the_model_and_take_its_dtype(dtype: torch.dtype, drafting: Any, tmp_path: Path) -> None:
+    """By vLLM's own classes, which make them with the model's TP and dtype, whatever option and checkpoint say."""
+    from safetensors.torch import save_file
+
+    folders = []
+    for seed in (1, 2):
+        folders.append(shutil.copytree(drafting(seed, True), tmp_path / str(seed)))
+        weights = {n: t.to(dtype) if n.startswith(HEAD) else t for n, t in checkpoint(folders[-1]).items()}
+        save_file(weights, folders[-1] / "model.safetensors", metadata={"format": "pt"})
+    for rank in alone(heads_of_ranks, *folders, {**MTP, "draft_tensor_parallel_size": 1}):
+        assert rank["wrong"] == [[], []] and rank["proved"] and 0 < rank["differ"] < rank["tensors"]
+        assert rank["needed"] < 0.6 * rank["checkpoint"]
 
 
 @heavy

@@ -7,6 +7,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,34 @@ def loaded(folder: Path, rank: Any, weights: dict[str, Any] | None = None, **opt
             model.load_weights(iter(weights.items()))
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         yield model, config
+
+
+@contextmanager
+def with_heads(folder: Path, rank: Any, weights: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+    """Yield the same with the MTP heads that draft for the model, made and shared as vLLM does."""
+    import torch
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from tensorhub_plugins.vllm.worker import draft
+
+    with loaded(folder, rank, weights, **options) as (model, config), torch.no_grad():
+        of_heads = config.speculative_config.draft_model_config
+        with set_default_torch_dtype(of_heads.dtype):
+            heads = initialize_model(vllm_config=config, model_config=of_heads)
+        for parameter in heads.parameters():
+            parameter.zero_()
+        if weights is not None:
+            heads.load_weights(iter(weights.items()))
+        process_weights_after_loading(heads, of_heads, torch.device("cpu"))
+        heads.model.embed_tokens, heads.lm_head = model.model.embed_tokens, model.lm_head
+        yield draft.together(model, heads), config
+
+
+def heads_of_ranks(first: Path, second: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what both ranks of TP 2 make of a model with its MTP heads."""
+    load = partial(with_heads, speculative_config=options)
+    return [update_by_slices(first, second, 2, tp, load=load) for tp in (0, 1)]
 
 
 def bytes_of_ranks(folder: Path, sizes: tuple[int, int, int], options: dict[str, Any]) -> list[dict[str, str]]:
@@ -168,7 +197,12 @@ def lacking(plan: Any, tensor: str) -> Any:
 
 
 def update_by_slices(
-    first: Path, second: Path, tp_size: int, tp: int, spoil: Callable[[Any], Any] = lambda plan: plan
+    first: Path,
+    second: Path,
+    tp_size: int,
+    tp: int,
+    spoil: Callable[[Any], Any] = lambda plan: plan,
+    load: Any = loaded,
 ) -> dict[str, Any]:
     """Convert the first checkpoint whole, the second one from what the plan needs of it alone."""
     from recipes.bench.sizes.ranks import Rank
@@ -177,7 +211,7 @@ def update_by_slices(
     from tensorhub_plugins.vllm.worker.plan import Given
 
     rank = Rank(tp_size, tp)
-    with loaded(first, rank) as (model, config):
+    with load(first, rank) as (model, config):
         old, new = checkpoint(first), checkpoint(second)
         true_plan = contract.rehearse(model, config, old).plan
         assert true_plan is not None
@@ -191,7 +225,7 @@ def update_by_slices(
         process = sorted(conversion._process)
     truths = []
     for weights in (old, new):
-        with loaded(first, rank, weights) as (model, _):
+        with load(first, rank, weights) as (model, _):
             truths.append(bytes_of(model))
     return {
         "by": by,
