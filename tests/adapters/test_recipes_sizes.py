@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from sizes_of_models import of_a_deep_model, of_experts, of_whole_matrices
 from vllm_ranks import alone
 
-from recipes.bench.sizes import costs, models, predict, real
+from recipes.bench.sizes import costs, megatron, models, predict, real
 from tensorhub_plugins.core import segment_size_for
 from tensorhub_plugins.vllm.worker.plan import Plan, whole_region
 
@@ -72,6 +72,51 @@ def test_what_lies_between_experts_that_are_not_cut_costs_none_of_them() -> None
     (table,) = predict.trainer_tables(shapes, 1, 2, experts=False)
     assert read(2) <= 2 * segment_size_for(table.size_bytes)
     assert read(1) >= 7 * segment_size_for(table.size_bytes)  # the control: one stream in the order of names
+
+
+def a_model() -> dict[str, Any]:
+    layers = {
+        f"model__layers__{layer}__{name}": shape
+        for layer in range(4)
+        for name, shape in {
+            **{
+                "q_proj__weight": (64, 32),
+                "k_proj__weight": (16, 32),
+                "k_proj__bias": (16,),
+            },
+            **{"v_proj__weight": (16, 32), "o_proj__weight": (32, 64), "norm__weight": (32,)},
+            **{f"experts__{k}__{name}_proj__weight": (16, 32) for k in range(8) for name in ("gate", "up")},
+        }.items()
+    }
+    return shapes_of(
+        model__embed_tokens__weight=(80, 32), **layers, lm_head__weight=(80, 32), model__norm__weight=(32,)
+    )
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_the_ranks_of_a_megatron_trainer_publish_each_byte_once(tp: int, pp: int, ep: int) -> None:
+    shapes = a_model()
+    whole = sum(dtype.itemsize * shape.numel() for dtype, shape in shapes.values())
+    ranks = megatron.published(shapes, megatron.Groups(16, tp, pp, ep), 4, 4)
+    assert len(ranks) == 16 and sum(rank.size_bytes for rank in ranks) == whole
+    sole = {name: each for name, each in shapes.items() if "experts" not in name}  # what one of each stage has
+    parts = megatron.published(sole, megatron.Groups(tp * pp, tp, pp), 4, 4)
+    cut = 2 + 4 * (4 * 4 // tp + 1)  # ends, four of query groups, outputs; and norms, which one of all has
+    assert sum(rank.parts for rank in parts) == cut * tp + 4 + 1
+
+
+def test_query_groups_are_as_many_parts_as_a_bridge_makes_of_them() -> None:
+    from tensorhub_plugins.verl.megatron import places
+
+    def split(asked: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        each = torch.cat([asked, torch.full_like(asked, float("nan"))]).view(4, -1, asked.shape[1])  # of two ranks
+        return [(f"{n}_proj", part.flatten(0, 1)) for n, part in zip("qkv", each.split([16, 4, 4], 1), strict=True)]
+
+    found = places((2 * 24, 32), split, ranks=2)
+    counted = megatron._pieces("model.layers.0.q_proj.weight", 4 // 2)
+    assert [sum(place.name == f"{n}_proj" for place in found) for n in "qkv"] == [counted] * 3 == [2] * 3
 
 
 def test_layers_that_are_alike_stand_for_the_others() -> None:

@@ -1,6 +1,7 @@
 """What a version costs in bytes, memory and requests, from configurations alone: no weights, no GPU.
 
     python -m recipes.bench.sizes [--models Qwen2.5-7B,...] [--json FILE]
+    python -m recipes.bench.sizes --megatron    # what ranks of a Megatron trainer publish, with or without a gather
     python -m recipes.bench.sizes --real        # the same arithmetic beside a real trainer and real engines
     python -m recipes.bench.sizes --costs [MODEL] [--ranks N] [--tp N]      # what it costs in Python: costs.py
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.bench.results import save
-from recipes.bench.sizes import costs, predict, real
+from recipes.bench.sizes import costs, megatron, predict, real
 from recipes.bench.sizes.models import MODELS
 
 COLUMNS = {
@@ -38,6 +39,7 @@ COLUMNS = {
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--models", help="which of them, by name (default: all)")
+    arguments.add_argument("--megatron", action="store_true", help="what a Megatron trainer's ranks publish")
     arguments.add_argument("--real", action="store_true", help="count it, in real processes (minutes, 5 GB)")
     arguments.add_argument("--costs", nargs="?", const="Qwen3-235B-A22B", choices=MODELS, help="measure Python's steps")
     arguments.add_argument("--ranks", type=int, help="of the trainer, with --costs (default: the model's own)")
@@ -47,6 +49,9 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if given.costs:
         save(given.json, {given.costs: step_by_step(given.costs, given.ranks, given.tp)})
+        return
+    if given.megatron:
+        save(given.json, megatron.table(given.models))
         return
     save(given.json, beside_each_other() if given.real else table(given.models))
 

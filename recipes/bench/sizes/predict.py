@@ -13,7 +13,7 @@ verl nccl   each trainer rank is given all tensors, the first one broadcasts the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from recipes.bench.sizes.models import MODELS, Model, Worker, worker_of
@@ -88,7 +88,7 @@ def _ways(model: Model, rank: Rank, *, experts: bool = False) -> dict[str, dict[
 
 def trainer_tables(shapes: Shapes, ranks: int, slices: int, *, experts: bool = True) -> list[TensorTable]:
     """Return what each rank publishes of a model of these tensors that FSDP2 shards."""
-    count = _experts(shapes)
+    count = experts_in(shapes)
     held: list[list[TensorSpec]] = [[] for _ in range(ranks)]
     for name, (dtype, shape) in shapes.items():
         (whole,) = specs_of(name, dtype, shape, [whole_region(shape)])
@@ -106,7 +106,8 @@ def trainer_tables(shapes: Shapes, ranks: int, slices: int, *, experts: bool = T
     ]
 
 
-def _experts(shapes: Shapes) -> dict[str, int]:
+def experts_in(shapes: Iterable[str]) -> dict[str, int]:
+    """Return how many experts each layer has, of a model of these tensors."""
     count: dict[str, int] = {}
     for name in shapes:
         if found := EXPERT.fullmatch(name):
