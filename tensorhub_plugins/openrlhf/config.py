@@ -33,7 +33,6 @@ TRAINER = "trainer"  # the replica that publishes
 ELEMENT_SIZE_BYTES = 2  # OpenRLHF runs vLLM, and trains, in bfloat16
 TESTED_OPENRLHF = ("0.11.2",)  # the adapter reaches into parts that change without notice: only what was run counts
 TESTED_VLLM = names.run_with("openrlhf")
-RECOVERED_STAGES = (1, 2)  # of ZeRO, whose weights a run that resumes can take from the store
 COLOCATED = (
     "with --train.colocate_all trainer and engines share their GPUs, and OpenRLHF hands the weights over inside them "
     "(CUDA IPC): the store is not used"
@@ -162,10 +161,12 @@ def check_recovery(given: Options, args: Any) -> str:
         why = f"the run's own hub ends with it: write {FLAG} '{NAME}://HOST:PORT?run=NAME&recover_weights={mode}'"
     elif args.ds.lora.rank > 0:
         why = "an adapter is small: its checkpoint is loaded"
-    elif args.ds.zero_stage not in RECOVERED_STAGES:
-        is_cut = args.ds.zero_stage == 3
-        what = "makes the weights of float32 masters" if is_cut else "has one file of weights and of float32 masters"
-        why = f"with --ds.zero_stage {args.ds.zero_stage} DeepSpeed {what}, which only the checkpoint has: use 2"
+    elif args.ds.zero_stage == 0:
+        why = "with --ds.zero_stage 0 DeepSpeed has one file of weights and of float32 masters: use 2"
+    elif args.ds.zero_stage == 3 and mode != "latest":
+        why = "with ZeRO-3 DeepSpeed makes the weights of masters that only the checkpoint has: use 2, or latest"
+    elif args.ds.zero_stage == 3 and not given.parts:
+        why = "with ZeRO-3 each rank takes back the part that it holds: leave out parts=false"
     elif args.ds.use_universal_ckpt:
         why = "--ds.use_universal_ckpt loads float32 masters, and makes the weights of them: leave that out"
     elif args.ckpt.disable_ds:

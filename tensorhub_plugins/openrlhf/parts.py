@@ -36,10 +36,10 @@ def why_gathered(model: torch.nn.Module, steps: Iterable[Step], ranks: int) -> s
     return ""
 
 
-def held_by_rank(model: torch.nn.Module, steps: Iterable[Step]) -> Iterator[Held]:
+def held_by_rank(model: torch.nn.Module, steps: Iterable[Step], kind: type[Turns] = Turns) -> Iterator[Held]:
     """Yield this rank's parts, under the names of a checkpoint. `why_gathered` has nothing against it."""
     own = model.state_dict(keep_vars=True)
-    turns = Turns(distributed.get_rank(), distributed.get_world_size())
+    turns = kind(distributed.get_rank(), distributed.get_world_size())
     for step in steps:
         (name,) = step.targets
         yield _held(name, own[step.sources[0]], turns)

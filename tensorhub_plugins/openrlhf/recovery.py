@@ -1,9 +1,10 @@
 """A trainer of OpenRLHF that resumes takes its weights from the store (../core/client/recovery.py).
 
 DeepSpeed saves the bfloat16 weights in the model's file, which every rank reads whole, and their float32 masters with
-the optimizer. With ZeRO-3 it saves the masters only, and makes the weights of them: there, config.py refuses it.
+the optimizer. With ZeRO-3 it saves the masters only, and makes the weights of them.
 
-    resumed_step  the masters come with the optimizer, and belong to the weights that come from the store
+    resumed_step  the masters come with the optimizer, and belong to the weights that come from the store; config.py
+                  refuses ZeRO-3, whose weights come with the masters
     latest        weights that are newer than the masters replace them: these are rounded to bfloat16
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,20 @@ def load_rest(engine: Any, path: str, steps: Iterable[Step], *, is_mixed: bool) 
         engine.optimizer.refresh_fp32_params()
     load_path, states = found
     return load_path, copy.deepcopy(states)  # what is mapped ends with the file
+
+
+def load_below(load_ckpt: Callable[[], Any], optimizer: Any, held: Callable[[], Iterable[Held]]) -> Any:
+    """Have DeepSpeed load a checkpoint of ZeRO-3, which makes weights of its masters, and return what it does. Then
+    put this rank's pieces back, which are newer, and make the masters of them."""
+    newer = {each.name: each.tensor.clone() for each in held() if each.tensor is not None}
+    found = load_ckpt()
+    optimizer.checkpoint_event_prologue()  # small parameters are kept whole, too: that is freed
+    for each in held():
+        if each.tensor is not None:
+            each.tensor.copy_(newer[each.name])
+    optimizer.refresh_fp32_params()
+    optimizer.checkpoint_event_epilogue()  # and gathered
+    return found
 
 
 def _mapped(files: Any) -> contextlib.AbstractContextManager[None]:

@@ -22,9 +22,11 @@ from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import ppo_actor
 
 from tensorhub_plugins.core import (
+    AllHeld,
     Held,
     Recovery,
     TensorSpec,
+    UsageError,
     contiguous_spec,
     of_all_ranks,
     release_cached_memory,
@@ -81,6 +83,8 @@ class PolicyModelActor(_Policy):
         if self._is_sharded and not self._is_adapter:
             why = parts.why_gathered(module, self._steps, ranks) if options.parts else "parts=false"
             self._by_parts = not why
+            if why and options.recover_weights != "off":
+                raise UsageError(f"recover_weights takes back what each rank holds, and {why}: leave it out")
             if why and rank == 0:
                 log.info("whole tensors are gathered to every trainer rank: %s", why)
         self._publisher = publisher_of(
@@ -94,9 +98,9 @@ class PolicyModelActor(_Policy):
         self._recovery = Recovery(
             self._publisher,
             options.recover_weights,
-            weights=self._gathered,
-            held=lambda: recovery.held_whole(module, self._steps),
-            by_parts=False,
+            weights=self._held if self._by_parts else self._gathered,
+            held=self._all_held,
+            by_parts=self._by_parts,
             gather=of_all_ranks,
         )
 
@@ -106,6 +110,9 @@ class PolicyModelActor(_Policy):
         self._connect(options)
         if not self._recovery.resume(recovery.folder_of(path), options.timeout_s):
             return load_ckpt(engine, path)
+        if self._is_sharded:
+            load = partial(load_ckpt, engine, path)
+            return recovery.load_below(load, engine.optimizer, self._all_held) if self._recovery.is_mixed else load()
         return recovery.load_rest(engine, path, self._steps, is_mixed=self._recovery.is_mixed)
 
     def save_checkpoint(self, tag: str, *args: Any, **kwargs: Any) -> None:
@@ -134,6 +141,12 @@ class PolicyModelActor(_Policy):
     def _held(self) -> Iterator[Held]:
         module = self.actor.model.module
         return parts.adapter_by_rank(module) if self._is_adapter else parts.held_by_rank(module, self._steps)
+
+    def _all_held(self) -> Iterator[Held]:
+        module = self.actor.model.module
+        if self._is_sharded:
+            return parts.held_by_rank(module, self._steps, AllHeld)
+        return recovery.held_whole(module, self._steps)
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, under the names of a checkpoint. With ZeRO-3 each step is a collective of all ranks."""

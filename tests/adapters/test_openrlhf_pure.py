@@ -139,6 +139,7 @@ RECOVERS = {"ds.zero_stage": 2, "ds.use_universal_ckpt": False, "ckpt.disable_ds
         ("", {"ds.zero_stage": 3}, None),
         ("//h:1?run=r&recover_weights=resumed_step", {}, "takes the weights of its checkpoint from workers.*LOOK"),
         ("//h:1?run=r&recover_weights=latest&retain_copies=2", {}, "the NEWEST weights .* OLDER .*nobody does$"),
+        ("//h:1?run=r&recover_weights=latest", {"ds.zero_stage": 3}, "the NEWEST weights .* OLDER"),
     ],
 )
 def test_where_a_run_that_resumes_has_its_weights_from(
@@ -148,11 +149,23 @@ def test_where_a_run_that_resumes_has_its_weights_from(
     assert re.search(sentence, said) if sentence else said == ""
 
 
+@pytest.mark.parametrize(
+    ("given", "mode", "sentence"),
+    [
+        ("", "resumed_step", "with ZeRO-3 DeepSpeed makes the weights of masters that .*: use 2, or latest"),
+        ("parts=false&", "latest", "with ZeRO-3 each rank takes back the part that it holds: leave out parts=false"),
+    ],
+)
+def test_of_zero_3_the_newest_parts_are_taken_back(given: str, mode: str, sentence: str) -> None:
+    flag = {"vllm.sync_backend": f"tensorhub://h:1?run=r&{given}recover_weights={mode}", "ds.zero_stage": 3}
+    with pytest.raises(UsageError, match=f"recover_weights={mode} would do nothing: {sentence}"):
+        config.check_arguments(arguments(**{**RECOVERS, **flag}))
+
+
 @pytest.mark.parametrize("mode", ["resumed_step", "latest"])
 @pytest.mark.parametrize(
     ("given", "changes", "sentence"),
     [
-        ("//h:1?run=r&", {"ds.zero_stage": 3}, "with --ds.zero_stage 3 DeepSpeed makes the weights of .*: use 2"),
         ("//h:1?run=r&", {"ds.zero_stage": 0}, "with --ds.zero_stage 0 DeepSpeed has one file of .*: use 2"),
         ("//h:1?run=r&", {"ds.lora.rank": 8}, "an adapter is small"),
         ("//h:1?run=r&", {"ds.use_universal_ckpt": True}, "--ds.use_universal_ckpt loads float32 masters"),

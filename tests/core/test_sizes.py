@@ -22,7 +22,7 @@ CEILINGS = {
     "core/security": 720,
     "core/transfer": 1_947,
     "core/transports": 7_295,
-    "openrlhf": 2_475,
+    "openrlhf": 2_495,
     "verl": 4_020,
     "vllm": 9_010,
     "vllm/doctor": 860,
