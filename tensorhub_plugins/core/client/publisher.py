@@ -521,9 +521,9 @@ class Publisher(OfThisProcess):
                 # Unpublished before all ranks have the next one, it would be retained, and released a heartbeat late.
                 with contextlib.suppress(NotPublished, VersionGone):
                     self.client.wait(newer_than=version, timeout_s=UNPUBLISH_S)
-                # While both versions are here, and not while the next one wants the memory.
-                with self._ahead:
-                    self.client.changes.make_ahead(version, CHECKPOINT, lambda: self._is_publishing or self._retired.qsize() > 0)
+                with self._ahead:  # while both versions are here, and not while the next one wants the memory
+                    ahead = self.client.changes.make_ahead
+                    ahead(version, CHECKPOINT, lambda: self._is_publishing or self._retired.qsize() > 0)
                     if self._is_publishing:  # which waits for it
                         self._unpublish(version)
                 self._unpublish(version)  # nothing, if that was done
