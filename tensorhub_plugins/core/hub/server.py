@@ -64,15 +64,13 @@ REFUSED_HOSTS = "tensorhub_hub_refused_hosts", "hosts whose handshakes were refu
 NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining two enums costs as much as sending
 
 
-def _router(address: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], str]:
-    """Return a context, a ROUTER, and the address to bind it to. Its ZeroMQ thread does not preempt ours on one core.
+def _router(context: zmq.Context[zmq.Socket[bytes]], where: str) -> zmq.Socket[bytes]:
+    """Return a ROUTER to be bound to this address. Its ZeroMQ thread does not preempt ours on one core.
 
     It would for every second message of a busy hub with one core, to send just that one: with SCHED_BATCH thousands of
     workers are served in three quarters of the time (recipes/bench/hub). Where it is refused, the hub is only slower.
     """
-    where = _where(address)
     resources.try_for_zmq(1, resources.CALLS_OF_HUB)
-    context = zmq.Context()
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER and _may_run_in_batches():
         context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)  # its threads set it themselves, as they start
     socket = context.socket(zmq.ROUTER)
@@ -80,7 +78,7 @@ def _router(address: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[by
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise when there is no connection
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that reconnects keeps its identity at once
-    return context, socket, where
+    return socket
 
 
 def _where(address: str) -> str:
@@ -135,7 +133,6 @@ class Server(OfThisProcess):
                 f"{secret.FILE_VARIABLE} to one made by `tensorhub keygen`, listen on 127.0.0.1, or say --insecure "
                 "(insecure=True)"
             )
-        admitted = {} if keys is None else keys.admitted()
         self._lease_key = b"" if keys is None else keys.lease_key
         self._clock = clock
         self._limits = HubLimits() if limits is None else limits
@@ -145,11 +142,26 @@ class Server(OfThisProcess):
         self._names, self._rates = Names(), Rates(self._limits.messages_per_s_max)
         self._unreachable: list[hub.Received] = []  # Byes for workers that have ended without sending one
         self._failures: dict[bytes, int] = {}  # by session
-        self._context, self._socket, where = _router(address)
-        self._strangers = curve.Strangers(self._context, self._socket, clock)
-        self._doorman: curve.Doorman | None = None
+        self._stop, self._asked = threading.Event(), SimpleQueue[Future[list[Metric]]]()
+        self._refused_at = [0.0] * REFUSALS_LOGGED_PER_S
+        self._logged_at, self._left_out = deque([float("-inf")] * LOGGED_PER_S, LOGGED_PER_S), 0  # lines
+        self._thread = threading.Thread(target=self._run, name="tensorhub-hub", daemon=True)
+        try:
+            self._listen(address, keys)
+            self._thread.start()
+        except BaseException:  # an interrupt, too: a context with open sockets would block where it is collected
+            if self._thread.ident is not None:
+                self.close()
+            elif hasattr(self, "_context"):
+                self._context.destroy()
+            raise
+
+    def _listen(self, address: str, keys: Keys | None) -> None:
+        where, self._context = _where(address), zmq.Context()
+        self._socket = _router(self._context, where)
+        self._strangers = curve.Strangers(self._context, self._socket, self._clock)
+        self._doorman = None if keys is None else curve.Doorman(self._context, keys.admitted(), self._strangers.refused)
         if keys is not None:
-            self._doorman = curve.Doorman(self._context, admitted, self._strangers.refused)
             curve.guard_hub(self._socket, keys)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, curve.HANDSHAKE_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.FROM_CLIENT_SIZE_BYTES_MAX)
@@ -159,15 +171,9 @@ class Server(OfThisProcess):
         try:
             self._socket.bind(where)
         except zmq.ZMQError as error:
-            self._free()
             raise UsageError(f"the hub cannot listen on {address}: {error}; choose another address or port") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._port = ForeignPort(parse_address(self.address, "tcp")[1])  # a child would accept and never serve
-        self._stop, self._asked = threading.Event(), SimpleQueue[Future[list[Metric]]]()
-        self._refused_at = [0.0] * REFUSALS_LOGGED_PER_S
-        self._logged_at, self._left_out = deque([float("-inf")] * LOGGED_PER_S, LOGGED_PER_S), 0  # lines
-        self._thread = threading.Thread(target=self._run, name="tensorhub-hub", daemon=True)
-        self._thread.start()
 
     def close(self) -> None:
         """Stop the hub; closing twice is fine."""
@@ -192,14 +198,6 @@ class Server(OfThisProcess):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _free(self) -> None:
-        self._socket.disable_monitor()
-        self._strangers.socket.close()
-        self._socket.close()
-        if self._doorman is not None:
-            self._doorman.socket.close()
-        self._context.term()
 
     def _new_hub(self, now: float) -> hub.Hub:
         made = hub.Hub(new_session(), now, self._limits, self._lease_key)
@@ -227,7 +225,7 @@ class Server(OfThisProcess):
             log.exception("the hub has failed")
             raise
         finally:
-            self._free()
+            self._context.destroy()
 
     def _say_figures(self, now: float) -> None:
         """Give the same figures to all threads that have asked."""

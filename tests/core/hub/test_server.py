@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 from hub_peer import ask, peer
+from interrupts import Interrupt
 
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.client import connection
@@ -31,6 +32,7 @@ from tensorhub_plugins.core.operations import problems
 from tensorhub_plugins.core.process import files_left
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import new_session, resolve
+from tensorhub_plugins.core.security import secret
 from tensorhub_plugins.core.types import Location, ShardKey
 
 
@@ -388,3 +390,22 @@ def test_that_nobody_else_can_connect_is_said_once(caplog: pytest.LogCaptureFixt
             running._check_files()
             running._files_max = most
     assert caplog.text.count("no more connections can be accepted") == 2
+
+
+@pytest.mark.parametrize("within", ["_listen", "__init__", "start_server"])
+def test_an_interrupted_start_leaves_nothing_behind(within: str) -> None:
+    """At every line of it. A context that is collected with its sockets open blocks, which would end this test."""
+    at, keys = 1, secret.generate()
+    start_server(keys=keys).close()  # what ZeroMQ opens once
+    files = len(os.listdir("/proc/self/fd"))
+    while True:
+        interrupt = Interrupt("caller", at, within)
+        started = interrupt.during(lambda: start_server(keys=keys))
+        if started is not None:
+            break
+        gc.collect()
+        assert "tensorhub-hub" not in [thread.name for thread in threading.enumerate()]
+        assert len(os.listdir("/proc/self/fd")) <= files
+        at += 1
+    started.close()
+    assert at > 1
