@@ -45,7 +45,9 @@ STOCK, OURS = "openrlhf.cli.train_ppo_ray", "tensorhub_plugins.openrlhf.train_pp
 UNKNOWN = f"is not as the adapter knows it: install openrlhf {' or '.join(config.TESTED_OPENRLHF)}"
 AGENT = "AgentExecutor"  # OpenRLHF's name for it
 SHARED = "models that share them"
-PATHS = ("actor.model_name_or_path", "data.prompt_dataset", "eval.dataset", "train.agent_func_path")
+MODELS = ("actor.model_name_or_path", "critic.model_name_or_path", "reward.model_name_or_path")
+DATA = ("data.prompt_dataset", "eval.dataset")  # each name may have a folder within it: NAME@FOLDER
+PATHS = (*MODELS, *DATA, "train.agent_func_path")
 PLUGINS = "VLLM_PLUGINS"  # vLLM's: the names of the plug-ins that it loads; unset: all
 HOOKS = "vllm.platform_plugins"  # entry points that vLLM loads when it is imported
 
@@ -81,7 +83,9 @@ def look(outlook: Outlook, arguments: Sequence[str]) -> None:
     for refusal in config.refusals(args):
         outlook.refuse(refusal)
     outlook.tell(config.check_recovery, options, args)
-    paths = [(f"--{name}", one) for name in PATHS for one in str(attrgetter(name)(args) or "").split(",")]
+    read = [name for name in PATHS if name != MODELS[-1] or not args.reward.remote_url]
+    paths = [(f"--{name}", one.strip()) for name in read for one in str(attrgetter(name)(args) or "").split(",")]
+    paths = [(name, one.partition("@")[0].strip() if name[2:] in DATA else one) for name, one in paths]
     paths += [("--reward.remote_url", one) for one in args.reward.remote_url or () if one.endswith(".py")]
     outlook.ask(
         lambda: command_line.check_paths(paths, is_submitted=words.is_submitted, unseen=outlook.unseen),

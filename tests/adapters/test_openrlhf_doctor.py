@@ -67,6 +67,12 @@ def test_another_program_is_refused() -> None:
         ([*FLAG, "--ds.load_in_4bit"], "leave out --ds.load_in_4bit"),
         ([*FLAG, "--ds.param_dtype", "fp16"], "use bf16"),
         ([*FLAG, "--train.agent_func_path", "/not/here.py"], "not on this machine: --train.agent_func_path=/not/here"),
+        ([*FLAG, "--critic.model_name_or_path", "/not/here"], "not on this machine: --critic.model_name_or_path=/not"),
+        (
+            [*FLAG, "--reward.remote_url", "", "--reward.model_name_or_path", "m,/not/rm"],
+            "--reward.model_name_or_path=/",
+        ),
+        ([*FLAG, "--data.prompt_dataset", "/not/here@main"], "not on this machine: --data.prompt_dataset=/not/here;"),
         ([*FLAG, "--train.agent_func_path", "agent"], "OpenRLHF takes a Python file"),
         (
             [*FLAG, "--train.agent_func_path", str(pytest.__file__)],
@@ -98,6 +104,12 @@ def test_what_is_wrong_is_said_in_one_line(
     assert line.startswith("tensorhub: ") and sentence in line
     assert last.startswith("I did not look at ")
     assert not said.out
+
+
+@needs_openrlhf
+def test_data_sets_may_name_a_folder_within_them(tmp_path: Path) -> None:
+    data = ["--data.prompt_dataset", f"openai/gsm8k@main, {tmp_path}@train", "--reward.model_name_or_path", "/not/read"]
+    assert doctor.main([*JOB, *FLAG, *data]) == 0
 
 
 def test_what_nobody_had_thought_of_is_a_sentence_too() -> None:
