@@ -58,6 +58,7 @@ def config(path: str = "", value: Any = None) -> Any:
         ("offload_config.uva.cpu_offload_gb", 1.5, "--cpu-offload-gb 1.5"),
         ("engram_config", SimpleNamespace(cpu_offload=True), "--engram-config"),
         ("kernel_config.monokernel", True, "--monokernel"),
+        ("cache_config.calculate_kv_scales", True, "--calculate-kv-scales"),
         ("load_config.load_format", "ipc_cache", "--load-format ipc_cache"),
         ("compilation_config.inductor_compile_config.freezing", True, "--freezing"),
     ],

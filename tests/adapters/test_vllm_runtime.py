@@ -142,6 +142,7 @@ def test_what_vllm_derives_in_the_first_step_follows(tmp_path: Path) -> None:
             model.moe.gate, model.moe.shared_expert_gate = torch.nn.Linear(8, 4), torch.nn.Linear(8, 1)
             model.attention = torch.nn.Module()
             model.attention.impl = SimpleNamespace(bmm1_scale=0.1, bmm2_scale=0.2)
+            model.attention.patch_pos_embed = torch.ones(1)  # as a vision tower has it
             for coefficients in (model.rope.cos_coef, model.rope.sin_coef):
                 coefficients.data.normal_()
             return model
@@ -161,6 +162,7 @@ def test_what_vllm_derives_in_the_first_step_follows(tmp_path: Path) -> None:
         weights.refresh_derived(live)
         assert all(torch.equal(*pair) for pair in zip(step(live), step(other), strict=True))
         assert live.moe._combined_gate_weight.data_ptr() == kept
+        assert live.attention.patch_pos_embed is None
         assert live.attention.impl.bmm1_scale is live.attention.impl.bmm2_scale is None
 
 

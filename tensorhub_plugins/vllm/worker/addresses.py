@@ -32,6 +32,7 @@ ELSEWHERE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("engram_config", bool, "embeddings stay in host memory, or are shared by engines", "engram-config"),
     ("kernel_config.monokernel", bool, "kernels read weights that they have packed for themselves", "monokernel"),
     ("load_config.load_format", "ipc_cache".__eq__, "the weights are memory of all engines here", "load-format"),
+    ("cache_config.calculate_kv_scales", bool, "KV is scaled by what the first weights made", "calculate-kv-scales"),
     ("compilation_config.inductor_compile_config.freezing", bool, "compiled code has weights in it", "freezing"),
 )
 

@@ -34,6 +34,7 @@ PLAIN_ATTRIBUTES = (
 WRAPPED = ".base_layer"  # in the names of layers that vLLM has wrapped for LoRA adapters, once the model was loaded
 
 REFRESHED_SCALARS = ("_q_scale_float", "_k_scale_float", "_v_scale_float")
+MADE_ONCE = {"bmm1_scale", "bmm2_scale", "patch_pos_embed"}  # while it is None: by FlashInfer, and by HunYuan's vision
 
 
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -117,8 +118,8 @@ def refresh_derived(model: torch.nn.Module, *, is_raw: bool = False) -> None:
             scale = getattr(module, derived.removesuffix("_float"), None)
             if isinstance(scale, torch.Tensor) and scale.numel() == 1 and hasattr(module, derived):
                 setattr(module, derived, float(scale))
-        for attention in [impl for impl in [vars(module).get("impl")] if hasattr(impl, "bmm1_scale")]:
-            attention.bmm1_scale = attention.bmm2_scale = None  # FlashInfer's, made of these floats
+        for made in (vars(module), getattr(vars(module).get("impl"), "__dict__", {})):  # impl: of attention
+            made.update(dict.fromkeys(made.keys() & MADE_ONCE))
         if hasattr(module, "cos_coef") and not is_raw:  # FourierRotaryEmbedding
             module.cos_sin_cache.copy_(module._compute_cos_sin_cache())
         if getattr(module, "_combined_gate_weight", None) is not None:  # MoERunner
