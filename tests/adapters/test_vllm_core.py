@@ -24,7 +24,7 @@ from tensorhub_plugins.core import Client, Server, UsageError
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.core import INSTALL, Core, before_shutdown
-from tensorhub_plugins.vllm.engine.core_follower import own
+from tensorhub_plugins.vllm.engine.core_follower import _stand_still, own
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 
 TIMEOUT_S = 10.0
@@ -186,6 +186,34 @@ def test_a_pause_of_another_client_while_the_weights_are_broken_lasts(engine: An
     theirs(engine, engine.resume_scheduler)
     ours(engine, "pause", "install", "resume")  # it was of that time only
     assert not engine.paused
+
+
+@pytest.mark.parametrize("theirs_last", ["resume", "pause", None])
+def test_weights_that_another_client_has_lost_are_mended(engine: Any, theirs_last: str | None) -> None:
+    """A reload that failed half way, or sleep(level=2): nobody could resume it, and no update began."""
+    assert asyncio.run(engine.core.look()) == (0, False)
+    health: list[str | None] = [None]
+    rpc, engine.resumes = engine.model_executor.collective_rpc, False
+    engine.model_executor.collective_rpc = lambda method, args=(): (
+        health if method == "tensorhub_health" else rpc(method, args)
+    )
+    if theirs_last is None:
+        _stand_still(engine)
+        _stand_still(engine)
+    else:
+        theirs(engine, lambda: engine.pause_scheduler("keep"))
+    if theirs_last == "resume":  # as a wake-up does
+        with pytest.raises(UsageError, match="broken"):
+            theirs(engine, engine.resume_scheduler)
+    assert asyncio.run(engine.core.look()) == (0, False)  # the control: whole weights, of an engine that is paused
+    health[0], engine.model_executor.is_sleeping = "lost", True
+    assert asyncio.run(engine.core.look()) == (0, False)  # not awake yet
+    engine.model_executor.is_sleeping = False
+    assert asyncio.run(engine.core.look()) == (0, True)
+    health[0], engine.resumes = None, True
+    ours(engine, "install", "resume")
+    assert engine.paused is (theirs_last == "pause") and engine.log.count("pause keep") == 1
+    assert asyncio.run(engine.core.look()) == (1, False)
 
 
 def test_nothing_ends_on_broken_weights_so_nobody_waits_for_that(engine: Any) -> None:

@@ -79,6 +79,10 @@ class Core(RecordedEngine):
     async def is_idle(self) -> bool:
         return bool(await self.ask(lambda: self.idle))
 
+    async def look(self) -> tuple[int, bool]:
+        polled = self.updater.poll()
+        return polled["version"], not self.available and bool(polled["broken"])
+
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         name = method.removeprefix("tensorhub_")
         if name not in ("poll", "prepare_install"):
@@ -219,6 +223,27 @@ def test_it_returns_from_a_version_that_is_withdrawn_and_serves_what_it_returned
         assert layouts == {1: {"checkpoint": ("trainer/0",), "runtime:toy": ("engine/0",)}}
         trainer.publish(3, {"weight": torch.full((4, 1000), 3.0)})
         wait_until(lambda: core.log[-3:] == [("install", 3), "forget", "resume"], "it follows on")
+
+
+@pytest.mark.parametrize("how", ["replaced", "lost"])
+def test_what_another_client_makes_of_the_weights_is_mended(following: Any, hub: Server, how: str) -> None:
+    """It went on as this version; and where they were lost, nobody could resume it, and no later version came in."""
+    core = following("now")
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
+        wait_until(lambda: core.updater.poll()["served_version"] == 1, "served")
+        began = len(core.log)
+        if how == "replaced":
+            core.updater.mark_unversioned()
+        else:
+            core.updater.mark_broken("sleep(level=2) threw the weights away")
+            core.available = False
+        with torch.no_grad():
+            core.updater.model.weight.fill_(9.0)
+        wait_until(lambda: len(core.log) > began and core.log[-1] == "resume", "mended")
+        assert core.log[began:] == [("start_fetch", 1), *switches(1)[how == "lost" :]]
+        assert core.updater.model.weight.unique().tolist() == [1.0]
 
 
 def test_a_version_that_is_lost_is_no_reason_to_go_back(following: Any, hub: Server) -> None:

@@ -37,6 +37,9 @@ class OneAdapter:
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         return await self._core.rpc(method, *args, target=self._name)
 
+    async def look(self) -> tuple[int, bool]:
+        return await self._core.ask(lambda: self.version), False
+
     async def pause(self) -> None:
         while not self._turn.acquire(blocking=False):  # its holder runs in another thread
             await asyncio.sleep(POLL_INTERVAL_S)

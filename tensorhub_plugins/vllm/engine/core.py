@@ -109,9 +109,10 @@ class Core:
         around(core, "_handle_client_request", handle_client_request)
         self._held = False  # by our update, from pause to resume
         self._is_stopped = False  # by us, as well when that update has failed half way
-        self._is_theirs = False  # another client has paused it meanwhile, and not resumed
+        self._is_theirs = False  # another client has paused it since, and not resumed
         self._deferred: list[tuple[partial[Any], Future[Any]]] = []  # what other clients have asked meanwhile
-        self._pause, self._resume = core.pause_scheduler, core.resume_scheduler
+        core.tensorhub_pause = self._pause = core.pause_scheduler
+        self._resume = core.resume_scheduler
         core.pause_scheduler = self._their_pause = self._unless_held(self._pause)
         core.resume_scheduler = self._unless_held(self._resume)
 
@@ -136,10 +137,9 @@ class Core:
                 done: Future[Any] = Future()
                 self._deferred.append((partial(call, *args, **kwargs), done))
                 return done
-            if self._is_stopped:
-                self._is_theirs = original == self._pause
-                if self._is_theirs and "wait" in (*args, *kwargs.values()) and not self._idle:
-                    raise UsageError("this engine stands still after an update that failed: nothing to wait for ends")
+            self._is_theirs = original == self._pause
+            if self._is_stopped and self._is_theirs and "wait" in (*args, *kwargs.values()) and not self._idle:
+                raise UsageError("this engine stands still after an update that failed: nothing to wait for ends")
             return original(*args, **kwargs)
 
         return call
@@ -214,6 +214,20 @@ class Core:
     async def is_idle(self) -> bool:
         """Return whether no request is waiting or running."""
         return bool(await self.ask(lambda: self._idle))
+
+    async def look(self) -> tuple[int, bool]:
+        """Return the version of the weights, and whether another client has left them mixed or lost: then the engine
+        stands still until an update has mended it."""
+
+        def is_lost() -> bool:
+            executor = self._core.model_executor
+            stands = self._core.is_scheduler_paused() and not (self._held or executor.is_sleeping)
+            found = stands and any(executor.collective_rpc("tensorhub_health"))
+            self._is_stopped |= found
+            return bool(found)
+
+        version, lost = await self.ask(lambda: (self.version, is_lost()))
+        return version, lost
 
     async def pause(self) -> None:
         """Keep all requests and forget all caches; returns when nothing runs any more. What fails leaves it running."""

@@ -62,14 +62,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 NEEDED = (
-    "reset_prefix_cache",
-    "reset_encoder_cache",
-    "collective_rpc",
-    "abort_requests",
-    "resume_scheduler",
-    "pause_scheduler",
-    "is_scheduler_paused",
-    "shutdown",
+    *("reset_prefix_cache", "reset_encoder_cache", "collective_rpc", "abort_requests", "resume_scheduler"),
+    *("pause_scheduler", "is_scheduler_paused", "shutdown"),
 )
 CHANGES = ("update_weights", "reload_weights")  # vLLM's calls of workers that change weights, whosever back end it is
 HUB_TIMEOUT_S = 1.0  # one question to the hub; it answers at once when there is something new
@@ -123,8 +117,8 @@ def _as_one(core: Any, caches: Caches, original: Any, method: Any, *args: Any, *
                 after = settled()
                 if after != before:
                     core.tensorhub_label(after or 0)
-                if _is_broken(core) and not core.is_scheduler_paused():  # the next step would end this process
-                    core.pause_scheduler("keep", False)
+                if _is_broken(core):  # the next step would end this process
+                    _stand_still(core)
             raise
         after = settled()
         if after != before or not after:  # else it may be a text of another owner
@@ -146,11 +140,16 @@ def _as_one(core: Any, caches: Caches, original: Any, method: Any, *args: Any, *
         result = change()
     finally:
         why = caches.why_stale()
-        if why and not core.is_scheduler_paused():
-            core.pause_scheduler("keep", False)
+        if why:
+            _stand_still(core)
     if why:
         raise StaleCaches(f"{why}; the engine stands still until somebody resumes it")
     return result
+
+
+def _stand_still(core: Any) -> None:
+    if not core.is_scheduler_paused():
+        getattr(core, "tensorhub_pause", core.pause_scheduler)("keep", False)
 
 
 def _version(core: Any) -> int | None:
@@ -460,6 +459,15 @@ class CoreFollower(Follower):
             raise
         self._want(version)
         return version
+
+    async def next_version(self) -> int | None:
+        """Look first what other clients have made of the weights: what was replaced or lost is installed again."""
+        if not (self.is_paused or self._one_update.locked()):
+            version, is_lost = await self._core.look()
+            if not self._one_update.locked():
+                self.version, self.is_broken = version, self.is_broken or is_lost
+                self.is_paused = is_lost
+        return await super().next_version()
 
     async def make_ready(self, version: int) -> int | None:
         other: int | None = version

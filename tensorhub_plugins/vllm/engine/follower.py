@@ -322,9 +322,8 @@ class Follower:
                 began = time.monotonic()
             is_late = time.monotonic() >= began + self.timeout_s + POLL_GRACE_S
             if any(worker["state"] == "fetching" for worker in workers) and not is_late:
-                await self.sleep(
-                    interval_s := min(1.1 * interval_s, POLL_INTERVAL_MAX_S)
-                )  # a tenth of what it has taken
+                interval_s = min(1.1 * interval_s, POLL_INTERVAL_MAX_S)  # a tenth of what it has taken
+                await self.sleep(interval_s)
                 continue
             raise await self._not_fetched(version, workers)
 
@@ -385,13 +384,8 @@ class Follower:
                 await self.engine.pause()
                 self.is_paused = True
             frozen = set(self.engine.running())
-            record(
-                "pause",
-                worker=self.worker,
-                version=self.version,
-                seconds=time.monotonic() - started,
-                in_flight=len(frozen),
-            )
+            how = {"seconds": time.monotonic() - started, "in_flight": len(frozen)}
+            record("pause", worker=self.worker, version=self.version, **how)
             self.is_broken = True  # until the workers say otherwise
             results = await self.engine.rpc("tensorhub_install", version, self.timeout_s)
             failed = [result for result in results if not result["installed"]]
@@ -405,15 +399,9 @@ class Follower:
                 raise UpdateFailed(str(failed[0]["error"]), version=version, phase="install")
             self.last_update = LastUpdate(self._pull_s, time.monotonic() - started, *_read(results))
             self.updates.append(self.last_update)
-            record(
-                "resume",
-                worker=self.worker,
-                version=version,
-                origin=self.origin(version),
-                seconds=time.monotonic() - started,
-                in_flight=len(running & frozen),
-                lost=len(frozen - running - departed),
-            )
+            how = {"seconds": time.monotonic() - started, "in_flight": len(running & frozen)}
+            how["lost"] = len(frozen - running - departed)
+            record("resume", worker=self.worker, version=version, origin=self.origin(version), **how)
         finally:
             self._is_installing, self._busy_since = False, 0.0
 

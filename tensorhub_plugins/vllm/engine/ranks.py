@@ -32,19 +32,8 @@ logger = get_logger(__name__)
 
 QUESTIONS = frozenset(
     {
-        "is_available",
-        "is_idle",
-        "rpc",
-        "held_by",
-        "pause",
-        "let_go",
-        "forget",
-        "is_theirs",
-        "resume",
-        "stay",
-        "running",
-        "departed",
-        "settle",
+        *("is_available", "is_idle", "look", "rpc", "held_by", "pause", "let_go", "forget", "is_theirs", "resume"),
+        *("stay", "running", "departed", "settle"),
     }
 )
 LOOK_S = 3600.0  # for a question; torch logs each wait that ends in vain
@@ -78,6 +67,10 @@ class FirstRank:
 
     async def is_idle(self) -> bool:
         return all(await self._all("is_idle"))
+
+    async def look(self) -> tuple[int, bool]:
+        looks = await self._all("look")
+        return looks[0][0], any(is_lost for _, is_lost in looks)
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """Return all workers' answers: those of the first rank, then of the second, and so on, as their shards are."""
