@@ -30,7 +30,7 @@ class Scenario:
         replica, shard = worker.rsplit("/", 1)
         session = self.sessions.setdefault(worker, worker.encode().ljust(16, b"."))
         greeting = m.Hello(
-            "run", "actor", replica, int(shard), shard_count, location or Location(), {"tcp": worker}, **hello
+            "run", "actor", replica, int(shard), shard_count, location or Location(), {"tcp": worker[-256:]}, **hello
         )
         self._deliver(Received(session, greeting, self.roles.get(worker, "publisher")))
 
@@ -88,6 +88,7 @@ class Scenario:
                 self.logged.append(effect.text)
                 self.warned += [effect.text] if effect.is_warning else []
             else:
+                m.decode_from_hub(m.encode(effect.message))  # whatever the hub says can be read
                 name = next(w for w, s in self.sessions.items() if s == effect.session)
                 self.inbox.setdefault(name, []).append(effect.message)
         validate(self.hub.registry)

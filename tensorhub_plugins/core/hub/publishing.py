@@ -98,9 +98,8 @@ class Publishing:
     def cannot_be_new(self, worker: Worker, announced: m.Holding) -> str | None:
         """Return why a withdrawn version cannot be published again; a worker that has just read it may report it."""
         number = announced.key.version
-        if number not in worker.history.withdrawn or announced.origin == "replicated":
-            return None
-        if announced.key in worker.holdings:
+        is_here = announced.origin == "replicated" or announced.key in worker.holdings
+        if number not in worker.history.withdrawn or is_here:
             return None
         return (
             f"version {number} was withdrawn and cannot be published again: publish under a higher number, or call "
@@ -113,23 +112,17 @@ class Publishing:
         problem = self._cannot_be_held(worker, announced, now, offered)
         if problem is not None or self._waits(worker, announced, as_of, offered, now):
             return problem
-        version = history.version(key.version)
-        problem = _other_bytes(worker, announced)
-        if problem is not None:
+        version, shard = history.version(key.version), (key.layout, key.shard_count, key.shard)
+        if worker.role != "reader" and shard in version.by_readers and version.contents[shard][0] != announced.root:
+            for other in list(version.holders(key).values()):  # a publisher's word counts more than those of readers
+                self._registry.remove_holding(other)
+        if (problem := _other_bytes(worker, announced)) is not None:
             return problem
         mine = worker.holdings.get(key)
         worker.holdings_checksum = 0
         if mine is None:
-            mine = Holding(
-                worker=worker,
-                key=key,
-                root=announced.root,
-                size_bytes=announced.size_bytes,
-                complete=announced.complete,
-                origin=announced.origin,
-                as_of=as_of,
-                offered=offered,
-            )
+            said = announced.root, announced.size_bytes, announced.complete, announced.origin
+            mine = Holding(worker, key, *said, as_of=as_of, offered=offered)
             self._registry.add_holding(mine, version)
         else:
             mine.complete |= announced.complete
@@ -166,9 +159,8 @@ class Publishing:
         return waits
 
     def _standing(self, worker: Worker, announced: m.Holding, offered: int, now: float) -> Standing:
-        key, recovering = announced.key, self._registry.recovering(now)
-        known = worker.history.versions.get(key.version)
-        return standing(worker.role, key, known, recovering=recovering, is_new=bool(offered))
+        known, recovering = worker.history.versions.get(announced.key.version), self._registry.recovering(now)
+        return standing(worker.role, announced.key, known, recovering=recovering, is_new=bool(offered))
 
     def _take_in(self, history: History, version: Version, now: float) -> None:
         """Record what readers have reported of a version before a publisher named it, where it is the same."""
@@ -218,8 +210,7 @@ class Publishing:
         if self._registry.recovering(now):
             return
         for number in numbers:
-            version = history.versions.get(number)
-            if version is None or not version.visible or not version.may_be_lost:
+            if (version := history.versions.get(number)) is None or not version.visible or not version.may_be_lost:
                 continue
             version.may_be_lost = not version.copies.is_held()
             if version.may_be_lost:
@@ -239,12 +230,11 @@ class Publishing:
             return
         source.corrupt_segments += len(segments)
         source.history.corrupt_segments += len(segments)
-        held = source.holdings.get(key)
         source.doubts = {doubt: at for doubt, at in source.doubts.items() if now < at + DOUBT_AGAIN_S}
         doubt = key, lease.reader.session
         if doubt in source.doubts or len(source.doubts) >= DOUBTS_MAX:
             return
-        if held is not None and all(other != key for other, _ in source.doubts):
+        if key in source.holdings and all(other != key for other, _ in source.doubts):
             self._outbox.log(
                 f"{source.history.name}: {lease.reader.name} got corrupt bytes of {key} from {source.name}"
             )

@@ -49,6 +49,8 @@ FROM_HUB_SIZE_BYTES_MAX = 20 << 20  # status of 8,192 workers is about 4 MB
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
 Word = Annotated[str, msgspec.Meta(max_length=256, pattern=PRINTABLE)]  # may be empty
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
+WorkerName = Annotated[str, msgspec.Meta(min_length=1, max_length=256 + 6, pattern=PRINTABLE)]  # replica/shard
+LeaseName = Annotated[str, msgspec.Meta(max_length=64, pattern=PRINTABLE)]  # a source passes on what readers show it
 Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # an incarnation of a worker, by its public name
 HubLife = Annotated[bytes, msgspec.Meta(max_length=16)]  # an incarnation of the hub; b"": none is known
 Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -102,7 +104,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Names a reader (by its lease) that may read until an instant of this hub's clock. See security/leases.py."""
 
     hub: HubLife
-    reader: Text
+    reader: LeaseName
     expires: float
 
 
@@ -133,7 +135,7 @@ class Grant(_Message, frozen=True):
 
     shard: Count
     session: Session
-    worker: Name
+    worker: WorkerName
     endpoints: Endpoints
     location: Location
     root: Root
@@ -255,7 +257,7 @@ class Heartbeat(_Message, frozen=True):
     progress: Annotated[dict[Count, Count], msgspec.Meta(max_length=1024)] = {}
     room_bytes: Count = 0
     leaving: bool = False
-    served: Annotated[tuple[Word, ...], msgspec.Meta(max_length=SERVED_MAX)] | None = None
+    served: Annotated[tuple[LeaseName, ...], msgspec.Meta(max_length=SERVED_MAX)] | None = None
     unreached: Sessions = ()  # sources that it could not connect to, a minute ago at most
     worked: Count = 0  # pieces of work of its process: while they grow, others wait for what it converts
     lacks: Text = ""  # what the system has refused its process lately
@@ -276,7 +278,6 @@ class Publish(_Message, frozen=True):
 
 class Unpublish(_Message, frozen=True):
     """Grant no more leases on these shards; answer when no reader is left, or at the deadline.
-
     gone: the worker does not have them any more, whatever the answer.
     """
 
@@ -396,7 +397,6 @@ class Retain(_Message, frozen=True):
 
 class Begin(_Message, frozen=True):
     """A trainer starts: asks for the next attempt, at the step that it resumes from (0: from none).
-
     Every shard of its replica asks, with the same step and word (the id of this launch, which its ranks share); all
     are answered at once. gone: processes of its former incarnations that have ended, as the worker has found out.
     waits: until rivals that may be alive are declared dead; else the answer names them at once.
@@ -489,7 +489,7 @@ class Unpublished(_Message, frozen=True):
     """
 
     request_id: Count
-    cut_off: Annotated[tuple[Name, ...], msgspec.Meta(max_length=65536)] = ()
+    cut_off: Annotated[tuple[WorkerName, ...], msgspec.Meta(max_length=65536)] = ()
     must_retain: bool = False
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 from hub_peer import ask, peer
-from hub_scenarios import Scenario
+from hub_scenarios import Scenario, source_of
 
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
@@ -77,11 +77,11 @@ def test_the_control_the_largest_that_may_be_do(message: m.Hello) -> None:
 
 def test_the_largest_answer_can_be_decoded() -> None:
     location, endpoints = Location(*(LONG[1:],) * 3, "m" * 64), {f"{n:032}": LONG[1:] for n in range(8)}
-    ticket = m.Ticket(m.Claim(b"h" * 16, "r" * 262, 1.0), b"k" * 32)
+    ticket = m.Ticket(m.Claim(b"h" * 16, "r" * 64, 1.0), b"k" * 32)
     grant = m.Grant(
         0,
         b"s" * 16,
-        LONG[1:],
+        f"{LONG[1:]}/65535",
         endpoints,
         location,
         b"r" * 16,
@@ -92,6 +92,29 @@ def test_the_largest_answer_can_be_decoded() -> None:
     )
     granted = m.Granted(1, 1, LONG[1:], SHARDS_MAX, (grant,) * m.GRANTS_MAX)
     assert len(m.encode(granted)) < m.FROM_HUB_SIZE_BYTES_MAX and m.decode_from_hub(m.encode(granted)) == granted
+
+
+def test_answers_with_the_longest_names_of_others_can_be_read() -> None:
+    story, long = Scenario(), f"{LONG[1:]}/0"  # it decodes each answer
+    story.sessions[long], story.roles[long] = b"l" * 16, "reader"
+    story.join_all("trainer/0", long, "rollout/0")
+    story.publish("trainer/0", 1)
+    story.acquire(long, 1)
+    story.unpublish("trainer/0", 1, timeout_s=0.0)  # the version is retained
+    story.publish("trainer/0", 2)
+    story.acquire(long, 2)
+    story.unpublish("trainer/0", 1, timeout_s=0.0)
+    assert f"unpublished cut off {long}" in story.heard("trainer/0")
+    story.publish(long, 2, origin="replicated")
+    story.silent = ("trainer/0",)
+    story.wait(20.0)
+    story.acquire("rollout/0", 2)
+    assert source_of(story, "rollout/0") == long
+    for number in range(16):  # their names alone are longer than any text
+        story.publish(long, 2, f"{number:02}{LONG[3:]}", origin="published")
+    story.acquire("rollout/0", 2, ("another",), timeout_s=1.0)
+    story.wait(2.0)
+    assert story.heard("rollout/0") == ["refused DeadlineExceeded"]
 
 
 @pytest.mark.parametrize(

@@ -413,3 +413,25 @@ def test_a_lost_version_comes_back_with_its_checkpoint_only(layout: str) -> None
     story.roles["relay/0"] = "reader"
     story.join("relay/0", holdings=(held(ShardKey(2, layout), "replicated"),))
     assert history.visible() == ([2] if layout == CHECKPOINT else [])
+
+
+@pytest.mark.parametrize("role", ["reader", "publisher"])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_a_reader_says_of_a_layout_bars_no_publisher_that_has_other_bytes(role: Role, restarted: bool) -> None:
+    story, key = Scenario(recovering=restarted), ShardKey(1, RUNTIME)
+    story.roles = {"evil/0": role, "helper/0": "reader"}
+    story.join_all("trainer/0", "helper/0")
+    story.publish("trainer/0", 1)
+    story.join("evil/0", holdings=(m.Holding(key, FORGED, 100),), request_id=1, hub=story.hub.session)
+    story.acquire("helper/0", 1, (RUNTIME,))
+    if restarted:  # and the engine says Hello after it
+        story.join("engine/0", holdings=(held(key),), request_id=1, hub=story.hub.session)
+    else:
+        story.join("engine/0")
+        story.publish("engine/0", 1, RUNTIME)
+    holders = story.hub.registry.histories["run", "actor"].versions[1].holders(key).values()
+    is_overruled = role == "reader"  # the latter: the control
+    assert [(each.worker.name, each.root) for each in holders] == [
+        ("engine/0", root_of(key)) if is_overruled else ("evil/0", FORGED)
+    ]
+    assert not (story.hub.registry.workers[story.sessions["helper/0"]].leases and is_overruled)

@@ -5,18 +5,30 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 
 from tensorhub_plugins.core import Client, HubLimits, ShardKey, start_server
+from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.hub.names import public_name
-from tensorhub_plugins.core.protocol.messages import SERVED_MAX, Acquire, Claim, Heartbeat, Ticket, encode
+from tensorhub_plugins.core.protocol.messages import (
+    COUNT_MAX,
+    SERVED_MAX,
+    Acquire,
+    Claim,
+    Heartbeat,
+    Ticket,
+    decode_from_client,
+    encode,
+)
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import HUBS_KEPT_MAX, SERVED_KEPT_MAX, Gate, issue, name_of, prove
 from tensorhub_plugins.core.transports import NotServable, create
+from tensorhub_plugins.core.transports.stream.messages import StreamOpen, request_decoder
 
 KEYS, OTHER = Keys.of(b"1" * 32), Keys.of(b"2" * 32)
 HERE, THERE = {"tcp": "tcp://10.0.0.1:1"}, {"tcp": "tcp://10.0.0.1:2"}
@@ -135,6 +147,18 @@ def test_what_a_source_says_of_its_leases_is_bounded() -> None:
     assert [len(each) for each in said] == [SERVED_MAX, SERVED_MAX, 0, 0]
     assert len({name for each in said for name in each}) == SERVED_KEPT_MAX
     encode(Heartbeat(HUB, served=said[0]))
+
+
+@pytest.mark.parametrize(("name", "is_read"), [("x" * 65, False), ("a\u202eb", False), (name_of(HUB, COUNT_MAX), True)])
+def test_a_source_reads_no_name_of_a_lease_that_it_cannot_pass_on(name: str, is_read: bool) -> None:
+    """A reader's key can sign any: a heartbeat with this one would not be read, and the source's session would end."""
+    opening = StreamOpen(KEY, 1, lease=(Claim(HUB, name, 1e12), b""))
+    for decode in (
+        lambda: request_decoder.decode(msgspec.msgpack.encode(opening)),
+        lambda: decode_from_client(encode(Heartbeat(HUB, served=(name,)))),
+    ):
+        with nullcontext() if is_read else pytest.raises((msgspec.ValidationError, ProtocolError)):
+            decode()
 
 
 def test_unpublish_waits_for_no_readers_key_that_reads_nothing() -> None:
