@@ -24,7 +24,7 @@ COLOURS = {
 }
 STARTING = "#c6b8dc"
 NOTHING_S = 1e-3  # where a bar ends that stands for no stall at all: the axis is logarithmic
-LABEL_WIDTH = 28  # characters
+LABEL_WIDTH = 18  # characters
 # Seconds a mark is wide at least, as a part of the lane: a pause of 50 ms must be seen.
 WIDTH_MIN = 1 / 300
 
