@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 from vllm_http import FACTS, Fake, answering, status
 
-from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.core import Client, Server, UsageError, version_of
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.ray import external
 from tensorhub_plugins.vllm.ray.external import Answer, Expected, External, ServerLost
@@ -102,6 +102,26 @@ def test_a_server_that_is_none_of_ours_and_one_that_is_not_there_are_refused(pla
     play(story, path="/elsewhere")
     with pytest.raises(UsageError, match="no address of a server"):
         asyncio.run(External("external-1", "10.0.0.1:8000", OPTIONS, EXPECTED, timeout_s=1.0).join())
+
+
+def test_a_server_with_weights_of_a_former_attempt_gets_no_requests(play: Any) -> None:
+    """A job that was started again got answers from the weights of its former incarnation."""
+
+    async def story(fake: Fake, other: External) -> None:
+        await other.join()
+        assert other.why_not == ""
+        with Client(other._options.hub or "", run="r", model="m", replica="trainer") as trainer:
+            await asyncio.to_thread(trainer.begin, 2)
+            while not other.why_not:
+                await asyncio.sleep(0.005)
+            assert "waits for the first of" in other.why_not
+            with pytest.raises(ServerLost, match="former attempt"):
+                await answer(other)
+            fake.status = status(version=version_of(trainer.attempt, 3))
+            while other.why_not:
+                await asyncio.sleep(0.005)
+
+    play(story)
 
 
 def test_an_answer_has_its_tokens_log_probabilities_and_versions(play: Any) -> None:

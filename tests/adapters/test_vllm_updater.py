@@ -33,7 +33,7 @@ from vllm_toys import (
 
 from tensorhub_plugins.core import CHECKPOINT, DeadlineExceeded, ShardKey, Slab, UsageError, VersionRefused
 from tensorhub_plugins.core.memory.adoption import Adoption
-from tensorhub_plugins.vllm.worker import contract, reload, weights
+from tensorhub_plugins.vllm.worker import contract, extension, reload, weights
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension, compare_unnamed, hook
 from tensorhub_plugins.vllm.worker.external_change import external_change
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights
@@ -540,6 +540,24 @@ def test_a_function_that_somebody_runs_in_a_worker_is_told_by_the_bytes(
             core.collective_rpc("load_model")
         core.collective_rpc(asked)
         assert updater.poll()["version"] == (0 if is_wrapped else 1)  # the control: as vLLM calls it
+
+
+@pytest.mark.parametrize("method", ["load_again", "reload_weights", "start_weight_update"])
+@pytest.mark.parametrize("follows", [True, False])
+def test_the_weights_under_adapters_of_the_store_are_not_replaced(method: str, follows: bool) -> None:
+    """Other weights answered under the adapter's version; another model had no adapter of the store's any more."""
+    done = []
+    worker, model = SimpleNamespace(), torch.nn.Module()
+    worker.model_runner = SimpleNamespace(model=model, get_model=lambda: model)
+    replace = partial(extension._external_change, method)
+    replace = extension._load_again if method == "load_again" else replace
+    if follows:
+        vars(model)["tensorhub_adapters"] = {"actor.lora": object()}
+        with pytest.raises(UsageError, match=r"this engine"):
+            replace(lambda: done.append(method), worker)
+    else:
+        replace(lambda: done.append(method), worker)
+    assert done == [method] * (not follows)
 
 
 @pytest.mark.parametrize("method", ["zero", "read", "peek", "get_model"])

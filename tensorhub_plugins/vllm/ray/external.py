@@ -29,7 +29,7 @@ import aiohttp
 import msgspec
 import ray
 
-from tensorhub_plugins.core import Client, TensorHubError, UsageError, record, run_log, version_text
+from tensorhub_plugins.core import Client, TensorHubError, UsageError, attempt_of, record, run_log, version_text
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
@@ -296,13 +296,14 @@ class External:
     def _heard(self, status: Status) -> None:
         self._heard_at = time.monotonic()
         why_not = refusal(self.url, self.expected, status) or ""  # it may have been started again as something else
-        following = status["following"] or NOT_FOLLOWING
-        limit_s, silent_s = self.expected.staleness_s, following["hub_silent_s"]
+        following, limit_s = status["following"] or NOT_FOLLOWING, self.expected.staleness_s
         if not why_not and following["broken"]:
             why_not = f"{self.url} waits for whole weights"
         elif not why_not and not following["version"]:
             why_not = f"{self.url} has no version yet"
-        elif not why_not and limit_s is not None and silent_s > limit_s:
+        elif not why_not and attempt_of(following["version"]) < self._store.attempt and self._store.pinned is None:
+            why_not = f"{self.url} has a version of a former attempt, and waits for the first of the trainer's newest"
+        elif not why_not and limit_s is not None and following["hub_silent_s"] > limit_s:
             why_not = f"{self.url} has not heard of the hub for longer than staleness_s, {limit_s:g} s"
         if why_not and why_not != self.why_not:
             logger.warning("no requests for a while: %s", why_not)

@@ -300,8 +300,7 @@ def hook(worker_class: type) -> None:
         if is_method and may_change_weights(name) and name not in only_read:
             wrappers[name] = partial(_external_change, name)
     for name, wrapper in wrappers.items():
-        original = getattr(worker_class, name, None)
-        if original is not None:
+        if (original := getattr(worker_class, name, None)) is not None:
             setattr(worker_class, name, _around(original, wrapper))
 
 
@@ -364,8 +363,7 @@ def _sleep(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _wake_up(original: Any, worker: Any, tags: list[str] | None = None) -> Any:
     result = original(tags)
-    updater = attached(worker)
-    if updater is not None and (tags is None or "weights" in tags):
+    if (updater := attached(worker)) is not None and (tags is None or "weights" in tags):
         updater.wake_up()
     for each in _adapters(worker).values():
         each.evict()  # a sleep may have lost what vLLM had of it
@@ -383,6 +381,8 @@ def _discard(original: Any, worker: Any, tags: tuple[str, ...]) -> Any:
 
 
 def _external_change(name: str, original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    if name in CHANGE_WEIGHTS and _adapters(worker):
+        raise UsageError(f"{name}: this engine takes adapters from the store, and its weights stay what they are")
     updater = attached(worker)
     ours = getattr(getattr(worker, "weight_transfer_engine", None), "tensorhub", False)
     if updater is None or (ours and name == "start_weight_update"):
@@ -394,7 +394,7 @@ def _external_change(name: str, original: Any, worker: Any, *args: Any, **kwargs
 
 def _load_again(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse to load another model: it would answer instead of the store's, and updates would write into it."""
-    if attached(worker) is not None:
+    if all_attached(worker):
         raise UsageError("load_model: this engine's weights are in the store: publish a version, or use reload_weights")
     return original(*args, **kwargs)
 
