@@ -400,8 +400,9 @@ class Client(OfThisProcess):
         return attempts[-1].number if attempts else 0
 
     def origin(self, version: int) -> str:
-        """Return the run, the model, and the start of the trainer that a version is from: the same at every worker."""
-        return self._hub.origin(version)
+        """Return the run, the model, and the start of the trainer that a version is from: the same at every worker.
+        UsageError for what is no version."""
+        return self._hub.origin(types.check_version(version))
 
     def versions(self, *, timeout_s: float = 10.0) -> list[types.VersionInfo]:
         """Return the versions that the hub knows, oldest first, and which workers hold them in which layout."""
