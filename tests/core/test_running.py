@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import SlowTests
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 CONFTEST = "import running\ndef pytest_configure(config): config.pluginmanager.register(running.{})\n"
@@ -46,36 +45,11 @@ def test_another_file_comes_first_each_turn(turn: int, order: str, tmp_path: Pat
     assert passed(ran) == [f"test_{k}.py" for k in order] and "not run" not in ran.stdout
 
 
-def reported(duration: float, *marks: str) -> pytest.TestReport:
-    keywords = dict.fromkeys(marks, 1)
-    return pytest.TestReport("test_it", ("test.py", 1, ""), keywords, "passed", None, "call", duration=duration)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "marks", "load", "fails"),
-    [(31.0, (), 0.0, True), (31.0, (), 1e6, False), (29.0, (), 0.0, False), (31.0, ("slow",), 0.0, False)],
-    ids=["far too long", "on a busy machine", "long", "marked"],
-)
-def test_what_takes_far_too_long_fails(
-    seconds: float, marks: tuple[str, ...], load: float, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Session:
-        exitstatus = 0
-
-    monkeypatch.setattr("running.os.getloadavg", lambda: (load, load, load))
-    plugin, session = SlowTests(), Session()
-    plugin.pytest_runtest_logreport(reported(seconds, *marks))
-    with pytest.raises(StopIteration):
-        finishing = plugin.pytest_sessionfinish(session)  # type: ignore[arg-type]
-        next(finishing)
-        next(finishing)
-    assert session.exitstatus == fails
-
-
 def test_what_takes_long_is_named(tmp_path: Path) -> None:
     text = "import pytest, running\nrunning.QUICK_S = 1e-9\n" + TWO.replace(
         "def test_b", "@pytest.mark.slow\ndef test_b"
     )
     ran = run(tmp_path, "SlowTests()", text)
     said = ran.stdout.partition("not marked `slow`")[2]
+    assert ran.returncode == 0, "long is by the wall clock, which a busy machine has as well"
     assert "test_0.py::test_a" in said and "test_b" not in said, ran.stdout
