@@ -1,4 +1,4 @@
-"""What the stall benchmark makes of the probe's notes."""
+"""The stall benchmark: what its probe sees of a real engine, and what is made of its notes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,31 @@ import json
 
 import pytest
 
+from recipes.bench import stall
 from recipes.bench.verl_stall import stalls
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("own_core", [False, True], ids=["within", "core of its own"])
+def test_the_probe_sees_an_engine_stand_still(own_core, models, tmp_path, monkeypatch):
+    """Whatever pauses it: its core is told here, as the store does it from within."""
+    pytest.importorskip("vllm")
+    from vllm_engines import PROMPTS, engines, wait_until
+
+    monkeypatch.syspath_prepend(str(stall.write_plugin(tmp_path)))
+    notes = tmp_path / "notes"
+
+    def seen():
+        return [json.loads(line) for file in notes.glob("*") for line in file.read_text().split("\n")[:-1]]
+
+    with engines(models("qwen2-tied", 1), env={"VERL_STALL_PROBE": str(notes)}, own_core=own_core) as (engine,):
+        engine.ask("submit", "long", PROMPTS[:2], 200)
+        wait_until(lambda: any(note["what"] == "tokens" for note in seen()), "tokens")
+        assert stalls.find_stalls(seen()) == []
+        engine.ask("stand_still")
+        wait_until(lambda: stalls.find_stalls(seen()), "tokens after the pause")
+        (found,) = stalls.find_stalls(seen())
+    assert found.requests == 2 and 0 < found.closed_s < found.silent_s
 
 
 def notes(*rows):

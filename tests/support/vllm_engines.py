@@ -279,6 +279,15 @@ class _Host:
         """Call a method of the engine core in its own process, as the server does."""
         return self.llm.llm_engine.engine_core.call_utility(method, *args)
 
+    def stand_still(self) -> None:
+        """Pause the engine core and let it go on at once: nobody who waits for its outputs could do the second."""
+        client = self.llm.llm_engine.engine_core
+        for method, args in (("pause_scheduler", ("keep", False)), ("resume_scheduler", ())):
+            if hasattr(client, "call_utility"):
+                client.call_utility(method, *args)
+            else:
+                getattr(client.engine_core, method)(*args)
+
     def own(self, method: str, args: tuple[Any, ...]) -> Any:
         """Call a method of vllm.LLM itself."""
         return getattr(self.llm, method)(*args)

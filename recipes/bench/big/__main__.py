@@ -60,6 +60,8 @@ def main() -> None:
     for name, (model, (gb, tp)) in itertools.product(dict(trees), REAL.items()):
         each = [medians.get(f"{name} {kind} {max(given.gb):g} GB TP {8 if tp > 1 else 1}") for kind in given.kind]
         seconds = [of["first_s"] / of["gb"] * gb * min(8 / tp, 1) for of in each if of is not None]
+        if not seconds:
+            continue
         expected[f"{name}: {model}"] = seconds
         print(f"{name}: the first install of {model} takes {' to '.join(f'{s:.0f}' for s in sorted(seconds))} s here")
     save(given.json, {"medians": medians, "expected": expected})

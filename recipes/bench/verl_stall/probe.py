@@ -1,9 +1,10 @@
-"""The stopwatch: the same for verl's own path and for the store's, because both stop vLLM in the same way.
+"""The stopwatch: in the engine's own loop, the same for verl's own path and for the store's, which pauses from within.
 
-A vLLM general plug-in, switched on by VERL_STALL_PROBE, a folder. In the process that owns an engine it notes
-  stop    the engine was told to pause           go     resume_generation returned
-  tokens  the engine handed out new tokens
-with time.monotonic(), one JSON line each, in <folder>/<pid>.jsonl.
+A vLLM general plug-in, switched on by VERL_STALL_PROBE, a folder. In the process that runs an engine's steps it notes
+  stop    the engine is told to pause, and has requests      go     the engine has resumed
+  tokens  a step has handed out new tokens
+with time.monotonic(), one JSON line each, in <folder>/<pid>.jsonl. All three are noted between two steps, so that the
+step that is under way when a pause is asked for is not part of it.
 """
 
 from __future__ import annotations
@@ -20,49 +21,40 @@ def register() -> None:
     folder = os.environ.get(VARIABLE)
     if not folder:
         return
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core_client import AsyncMPClient
-    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    if getattr(AsyncLLM, "verl_stall_probe", False):  # vLLM loads plug-ins more than once in a process
+    if getattr(EngineCore, "verl_stall_probe", False):  # vLLM loads plug-ins more than once in a process
         return
-    AsyncLLM.verl_stall_probe = True
+    EngineCore.verl_stall_probe = True
     os.makedirs(folder, exist_ok=True)
     note = _Notes(os.path.join(folder, f"{os.getpid()}.jsonl"))
-    pause, resume, process = (
-        AsyncMPClient.pause_scheduler_async,
-        AsyncLLM.resume_generation,
-        OutputProcessor.process_outputs,
-    )
-    make = AsyncLLM.__init__
-    engines = []  # one in a process
+    resume, update = EngineCore.resume_scheduler, Scheduler.update_from_output
 
-    @functools.wraps(make)
-    def noted_make(self, *args, **kwargs):
-        make(self, *args, **kwargs)
-        engines.append(self)
+    def noted_pause(pause):
+        @functools.wraps(pause)
+        def paused(self, *args, **kwargs):
+            note("stop", requests=self.scheduler.get_num_unfinished_requests())
+            return pause(self, *args, **kwargs)
 
-    @functools.wraps(pause)
-    async def noted_pause(self, *args, **kwargs):
-        note("stop", requests=len(engines[-1].output_processor.request_states))
-        return await pause(self, *args, **kwargs)
+        return paused
 
     @functools.wraps(resume)
-    async def noted_resume(self, *args, **kwargs):
-        result = await resume(self, *args, **kwargs)
+    def noted_resume(self):
+        resume(self)
         note("go")
-        return result
 
-    @functools.wraps(process)
-    def noted_process(self, outputs, *args, **kwargs):
-        if any(output.new_token_ids for output in outputs):
+    @functools.wraps(update)
+    def noted_update(self, *args, **kwargs):
+        by_client = update(self, *args, **kwargs)
+        if any(output.new_token_ids for outputs in by_client.values() for output in outputs.outputs):
             note("tokens")
-        return process(self, outputs, *args, **kwargs)
+        return by_client
 
-    AsyncLLM.__init__ = noted_make
-    AsyncMPClient.pause_scheduler_async = noted_pause
-    AsyncLLM.resume_generation = noted_resume
-    OutputProcessor.process_outputs = noted_process
+    for kind in (EngineCore, EngineCoreProc):  # each has its own
+        kind.pause_scheduler = noted_pause(kind.pause_scheduler)
+    EngineCore.resume_scheduler = noted_resume
+    Scheduler.update_from_output = noted_update
 
 
 class _Notes:
@@ -71,6 +63,6 @@ class _Notes:
         self.file = None
 
     def __call__(self, what: str, **fields: int) -> None:
-        if self.file is None:  # opened by the process that owns an engine, not by every process of vLLM
+        if self.file is None:  # opened by the process that runs an engine, not by every process of vLLM
             self.file = open(self.path, "a", buffering=1)  # noqa: SIM115  open as long as the process
         self.file.write(json.dumps({"at": time.monotonic(), "what": what, **fields}) + "\n")
