@@ -216,6 +216,17 @@ def test_weights_that_another_client_has_lost_are_mended(engine: Any, theirs_las
     assert asyncio.run(engine.core.look()) == (1, False)
 
 
+def test_a_rank_whose_weights_count_as_lost_stands_still_until_an_update_has_mended_them(engine: Any) -> None:
+    engine.resumes = False  # as vLLM's, while they are broken
+    ours(engine, "lose")
+    assert engine.log == ["tensorhub_lose", "pause keep"] and engine.paused
+    with pytest.raises(UsageError, match="broken"):
+        theirs(engine, engine.resume_scheduler)
+    engine.resumes = True
+    ours(engine, "install", "resume")
+    assert not engine.paused
+
+
 def test_nothing_ends_on_broken_weights_so_nobody_waits_for_that(engine: Any) -> None:
     """vLLM lets requests run on where a pause is to wait for their end."""
     ours(engine, "pause")

@@ -30,6 +30,7 @@ class FakeCore:
         self.asked: list[Any] = []
         self.theirs = False
         self.wrong, self.available, self.idle, self.version, self.holds = "", True, True, 0, ""
+        self.lost = False
 
     async def is_available(self) -> bool:
         return self.available
@@ -39,6 +40,13 @@ class FakeCore:
 
     async def held_by(self) -> str:
         return self.holds
+
+    async def look(self) -> tuple[int, bool]:
+        return self.version, self.lost
+
+    async def lose(self) -> None:
+        self._asked("lose")
+        await asyncio.to_thread(self.together.wait, 30)
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         self._asked(method, *args)
@@ -97,6 +105,20 @@ def test_where_a_rank_is_paused_by_another_client_none_resumes(cores: list[FakeC
     cores[1].theirs = True
     asyncio.run(engine.resume())
     assert all(core.asked == [("stay",)] for core in cores)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("how", ["lost", "other"])
+def test_where_one_rank_has_lost_its_weights_or_has_others_all_stand_still(
+    how: str, rank: int, cores: list[FakeCore]
+) -> None:
+    """The others answered with its experts, as of the version that they have."""
+    engine = first(cores)
+    engine.settle(5)
+    assert asyncio.run(engine.look()) == (5, False) and not any(core.asked for core in cores)  # the control
+    cores[rank].lost, cores[rank].version = how == "lost", 5 * (how == "lost")
+    assert asyncio.run(engine.look())[1]
+    assert all(core.asked == [("lose",)] for core in cores)
 
 
 def test_ranks_pause_and_resume_together(cores: list[FakeCore]) -> None:

@@ -229,6 +229,16 @@ class Core:
         version, lost = await self.ask(lambda: (self.version, is_lost()))
         return version, lost
 
+    async def lose(self) -> None:
+        """Stand still until an update has mended these weights, as all ranks are told to, of which one has lost its."""
+
+        def lose() -> Any:
+            self._core.model_executor.collective_rpc("tensorhub_lose")
+            self._is_stopped = True
+            return self._pause("keep", False)
+
+        await self.ask(lose)
+
     async def pause(self) -> None:
         """Keep all requests and forget all caches; returns when nothing runs any more. What fails leaves it running."""
 

@@ -32,8 +32,8 @@ logger = get_logger(__name__)
 
 QUESTIONS = frozenset(
     {
-        *("is_available", "is_idle", "look", "rpc", "held_by", "pause", "let_go", "forget", "is_theirs", "resume"),
-        *("stay", "running", "departed", "settle"),
+        *("is_available", "is_idle", "look", "lose", "rpc", "held_by", "pause", "let_go", "forget", "is_theirs"),
+        *("resume", "stay", "running", "departed", "settle"),
     }
 )
 LOOK_S = 3600.0  # for a question; torch logs each wait that ends in vain
@@ -69,8 +69,14 @@ class FirstRank:
         return all(await self._all("is_idle"))
 
     async def look(self) -> tuple[int, bool]:
+        """Return the same. Where one rank has lost its weights, or has others, all have lost them: each answers with
+        the experts of all."""
         looks = await self._all("look")
-        return looks[0][0], any(is_lost for _, is_lost in looks)
+        version: int = looks[0][0]
+        is_lost = any([*look] != [version, False] for look in looks)
+        if is_lost:
+            await self._all("lose")
+        return version, is_lost
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """Return all workers' answers: those of the first rank, then of the second, and so on, as their shards are."""

@@ -168,6 +168,11 @@ class TensorHubWorkerExtension:
         said = [updater.poll()["broken"] for updater in all_attached(self) if not updater.is_asleep]
         return next(filter(None, said), None)
 
+    def tensorhub_lose(self) -> None:
+        """Compute nothing with these weights until the next install: another data parallel rank's are not theirs."""
+        if (updater := attached(self)) is not None and not updater.poll()["broken"]:
+            updater.mark_broken("another data parallel rank has lost its weights, or has others")
+
     def tensorhub_version(self) -> int | None:
         """Return the version of its weights; 0: none of the store's; None: it has not joined."""
         updater = attached(self)
