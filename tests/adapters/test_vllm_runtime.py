@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import enum
+import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,6 +167,87 @@ def test_what_vllm_derives_in_the_first_step_follows(tmp_path: Path) -> None:
         assert live.moe._combined_gate_weight.data_ptr() == kept
         assert live.attention.patch_pos_embed is None
         assert live.attention.impl.bmm1_scale is live.attention.impl.bmm2_scale is None
+
+
+# vLLM's back ends for hardware that the store was not run on.
+NOT_OURS = ("rocm", "aiter", "xpu", "turboquant")
+
+
+def lazy_scales() -> dict[str, list[ast.If]]:
+    """Return the statements of vLLM's back ends that make something of scales while it is None, by file and class."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    found: dict[str, list[ast.If]] = {}
+    for path in sorted(Path(spec.origin).parent.glob("v1/attention/backends/**/*.py")):
+        if any(word in path.name for word in NOT_OURS):
+            continue
+        for made in (each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.ClassDef)):
+            guards = [
+                each
+                for each in ast.walk(made)
+                if isinstance(each, ast.If)
+                and re.fullmatch(r"(self|layer)\.\w+ is None", ast.unparse(each.test))
+                and "scale" in ast.unparse(ast.Module(each.body, type_ignores=[]))
+                and made_by(each)
+            ]
+            if guards:
+                found[f"{path.stem}.{made.name}"] = guards
+    return found
+
+
+def made_by(guard: ast.If) -> set[str]:
+    """Return the attributes that it sets, if the one that it looks at is among them."""
+    stores = (each for each in ast.walk(guard) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store))
+    names = {each.attr for each in stores}
+    return names if ast.unparse(guard.test).partition(".")[2].split()[0] in names else set()
+
+
+@pytest.mark.slow  # they are parsed
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="its sources are read")
+def test_what_back_ends_make_of_scales_once_is_made_again() -> None:
+    """Where one of several that belong together stayed, what was made of the others lacked it: an output that
+    FlashInfer quantizes was not divided by its scale any more."""
+    found = {name: set().union(*map(made_by, guards)) for name, guards in lazy_scales().items()}
+    assert {"flashinfer.FlashInferImpl", "flashinfer_mla.FlashInferMLAImpl"} <= found.keys()
+    for name, attributes in found.items():
+        model: Any = torch.nn.Module()
+        model.layer, impl = torch.nn.Module(), SimpleNamespace(**dict.fromkeys(attributes, 0.5), scale=0.25)
+        model.layer.impl, model.layer._o_scale_float = impl, 0.5
+        weights.refresh_derived(model)
+        kept = {each for each in attributes - {"_o_scale_float"} if getattr(impl, each) is not None}
+        assert not kept and model.layer._o_scale_float is None and impl.scale == 0.25, name
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="its sources are read")
+def test_a_second_step_of_flashinfer_has_the_scales_of_the_first_one() -> None:
+    """vLLM's own statements, as those of its forward pass are."""
+    guards = lazy_scales()["flashinfer.FlashInferImpl"]
+    code = compile(ast.Module(guards, type_ignores=[]), "flashinfer", "exec")
+
+    def step(model: Any, output_scale: float) -> tuple[float, float]:
+        names: dict[str, Any] = {"self": model.layer.impl, "layer": model.layer, "output": torch.empty(0)}
+        names |= {"FP8_DTYPE": torch.float32, "FP4_DTYPE": torch.uint8, "output_scale": torch.tensor(output_scale)}
+        exec(code, {**names, "is_quantized_kv_cache": lambda dtype: True})
+        return model.layer.impl.bmm1_scale, model.layer.impl.bmm2_scale
+
+    def made(k_scale: float) -> Any:
+        model: Any = torch.nn.Module()
+        model.layer = layer = torch.nn.Module()
+        for name in ("_q_scale", "_k_scale", "_v_scale"):
+            layer.register_buffer(name, torch.tensor(k_scale))
+            setattr(layer, f"{name}_float", k_scale)
+        layer._o_scale_float = None
+        none: Any = dict.fromkeys(("bmm1_scale", "bmm2_scale", "o_sf_scale"))
+        layer.impl = SimpleNamespace(scale=0.125, kv_cache_dtype="fp8", **none)
+        return model
+
+    live, fresh = made(2.0), made(4.0)
+    before = step(live, 8.0)
+    for buffer in live.buffers():
+        buffer.fill_(4.0)
+    assert step(live, 16.0) == before != step(fresh, 16.0)  # the control
+    weights.refresh_derived(live)
+    assert step(live, 16.0) == step(fresh, 16.0)
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.29.0+cpu", "0.33.2"])

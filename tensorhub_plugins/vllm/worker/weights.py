@@ -34,7 +34,9 @@ PLAIN_ATTRIBUTES = (
 WRAPPED = ".base_layer"  # in the names of layers that vLLM has wrapped for LoRA adapters, once the model was loaded
 
 REFRESHED_SCALARS = ("_q_scale_float", "_k_scale_float", "_v_scale_float")
-MADE_ONCE = {"bmm1_scale", "bmm2_scale", "patch_pos_embed"}  # while it is None: by FlashInfer, and by HunYuan's vision
+# While it is None: by FlashInfer, HunYuan's vision, and TokenSpeed, by names that are constants in others.
+MADE_ONCE = {"bmm1_scale", "o_sf_scale", "bmm2_scale", "_o_scale_float", "patch_pos_embed"}
+BY_TOKENSPEED = {"softmax_scale", "output_scale"}
 
 
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -119,7 +121,8 @@ def refresh_derived(model: torch.nn.Module, *, is_raw: bool = False) -> None:
             if isinstance(scale, torch.Tensor) and scale.numel() == 1 and hasattr(module, derived):
                 setattr(module, derived, float(scale))
         for made in (vars(module), getattr(vars(module).get("impl"), "__dict__", {})):  # impl: of attention
-            made.update(dict.fromkeys(made.keys() & MADE_ONCE))
+            known = MADE_ONCE | (BY_TOKENSPEED if made.keys() >= BY_TOKENSPEED else set())
+            made.update(dict.fromkeys(made.keys() & known))
         if hasattr(module, "cos_coef") and not is_raw:  # FourierRotaryEmbedding
             module.cos_sin_cache.copy_(module._compute_cos_sin_cache())
         if getattr(module, "_combined_gate_weight", None) is not None:  # MoERunner
