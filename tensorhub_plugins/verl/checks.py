@@ -55,7 +55,7 @@ REFUSED_BY_WORKERS = {  # vLLM's options, and what they would do to updates
     "offload_group_size": "layers are refilled from host memory",
     "engram_config": "embeddings stay in host memory",
 }
-OPAQUE = ("torchao", "bitsandbytes")  # quantization that workers refuse (vllm/worker/online.py)
+OPAQUE = ("torchao", "bitsandbytes", "nvfp4_per_token")  # quantization that workers refuse (vllm/worker/online.py)
 DROP_IN = (
     "in drop-in mode verl does not hand a LoRA adapter to its engines: set actor_rollout_ref.rollout.name="
     f"{ROLLOUT} (pull mode), or {MERGE}"

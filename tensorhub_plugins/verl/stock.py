@@ -18,12 +18,21 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
+from omegaconf import open_dict
+
 from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.verl import checks
+from tensorhub_plugins.vllm.names import NAME as OURS
 from tensorhub_plugins.vllm.outlook import Outlook
 from tensorhub_plugins.vllm.plugin import replaced
 
 RUN = "verl.trainer.main_ppo"  # whose `run_ppo` starts Ray, for all of verl's commands
+PARALLEL = {  # sizes of an engine: vLLM's option, and verl's of its rollout; None: it has none
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "prefill_context_parallel_size": None,
+}
 
 
 def ask(outlook: Outlook, command: str, root: Any) -> None:
@@ -154,33 +163,48 @@ def engines(root: Any) -> list[Any]:
     manager.rollout_replica_class = type("Replica", (manager.rollout_replica_class,), stands_for)
     asyncio.run(manager._initialize_llm_servers())
     for replica in manager.rollout_replicas[:1]:
-        _check_server(replica.config, replica.model_config)
+        _check_server(replica.config, replica.model_config, replica.gpus_per_replica_node)
     return list(manager.rollout_replicas)
 
 
-def _check_server(rollout: Any, model: Any) -> None:
-    """Have verl make of its options what it starts vLLM's server with, and vLLM's own parser read the user's."""
+def _check_server(rollout: Any, model: Any, gpus: int) -> None:
+    """Have verl tell vLLM's server what to do, and vLLM's own parser read it. Refuse other GPUs than verl gives it, and
+    weights that come in no way that vLLM knows."""
     if not rollout.name.startswith("vllm"):
         return
-    from verl.workers.rollout.vllm_rollout import utils, vllm_async_server
-    from vllm.entrypoints.cli import serve
+    from verl.workers.rollout.vllm_rollout import vllm_async_server
+    from vllm.model_executor import model_loader
 
     class Parser(vllm_async_server.FlexibleArgumentParser):
         def error(self, message: str) -> None:
-            words = " ".join(message.split())
-            raise UsageError(f"vLLM does not take actor_rollout_ref.rollout.engine_kwargs.vllm: {words}")
+            raise UsageError(f"vLLM does not take what actor_rollout_ref.rollout says: {' '.join(message.split())}")
 
-    parser = Parser()
-    (command,) = serve.cmd_init()
-    command.subparser_init(parser.add_subparsers())
-    given = dict(rollout.engine_kwargs.get("vllm") or {})
-    parser.parse_args(["serve", "model", *utils.build_cli_args_from_config(given)])
-    rank = model.lora.get("rank") or model.lora_rank
-    if rank > 0 and not model.lora.get("merge"):
-        utils.get_vllm_max_lora_rank(rank)
-    if rollout.quantization not in (None, "fp8"):  # which changes vLLM
-        server = type("Server", (), {"config": rollout, "model_config": model})
-        vllm_async_server.vLLMHttpServer._apply_quantization(server)
+    async def run_server(args: Any) -> None:
+        vars(server)["told"] = args
+
+    server: Any = object.__new__(vllm_async_server.vLLMHttpServer)
+    with open_dict(model):  # which is not read here
+        model.local_path, model.hf_config = "model", {}
+    vars(server).update(config=rollout, model_config=model, node_rank=0, replica_rank=0, nnodes=1, gpus_per_node=gpus)
+    vars(server).update(workers=[None] * gpus, _master_address=None, _dp_rpc_port=None, _disaggregation_role="null")
+    vars(server).update(_should_profile=lambda: False, run_server=run_server)
+    if rollout.quantization in (None, "fp8"):  # which changes vLLM
+        vars(server).update(_apply_quantization=lambda: (rollout.quantization, {}))
+    with replaced(vllm_async_server, FlexibleArgumentParser=Parser):
+        asyncio.run(server.launch_server())
+    for name, option in PARALLEL.items():
+        size = getattr(server.told, name, 1)
+        if size != (getattr(rollout, option) if option else 1):
+            mend = f"set actor_rollout_ref.rollout.{option} instead" if option else "leave it out"
+            raise UsageError(
+                f"engine_kwargs.vllm.{name} is {size}, which takes other GPUs than verl gives an engine: {mend}"
+            )
+    loader = server.told.load_format
+    if loader not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER.keys() - {OURS}:
+        raise UsageError(
+            f"actor_rollout_ref.rollout.load_format is {loader!r}, by which no engine of verl gets its weights: set "
+            "dummy, or auto for what is on disk"
+        )
 
 
 def _estimator(root: Any) -> None:

@@ -165,7 +165,23 @@ def test_everything_that_is_wrong_is_said_at_once(job):
         (FULLY_ASYNC, [f"+{ROLLOUT}.engine_kwargs.vllm.kv_transfer_config.kv_connector=X"], "former weights may come"),
         (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.kv-offloading-size=4"], "do not take kv_offloading_size (KV of"),
         (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=a.B"], "do not take worker_extension_cls"),
-        (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.max_modellen=9"], "kwargs.vllm: unrecognized arguments: --max-mo"),
+        (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.max_modellen=9"], "rollout says: unrecognized arguments: --max-mo"),
+        (SEPARATE, [f"{ROLLOUT}.dtype=float8"], "rollout says: argument --dtype: invalid choice: 'float8'"),
+        (SEPARATE, [f"{ROLLOUT}.load_format=tensorhub"], "load_format is 'tensorhub', by which no engine of verl"),
+        (FULLY_ASYNC, [f"{ROLLOUT}.load_format=dumy"], "load_format is 'dumy', by which no engine of verl"),
+        (
+            SEPARATE,
+            [f"+{ROLLOUT}.engine_kwargs.vllm.tensor_parallel_size=4"],
+            "is 4, which takes other GPUs than verl gives an engine: set actor_rollout_ref.rollout.tensor_model_par",
+        ),
+        (ONE_STEP_OFF, [f"+{ROLLOUT}.engine_kwargs.vllm.data-parallel-size=2"], "vllm.data_parallel_size is 2, which"),
+        (FULLY_ASYNC, [f"+{ROLLOUT}.engine_kwargs.vllm.pipeline_parallel_size=2"], "pipeline_parallel_size is 2, whi"),
+        (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.prefill_context_parallel_size=2"], "an engine: leave it out"),
+        (
+            SEPARATE,
+            [f"+{ROLLOUT}.engine_kwargs.vllm.quantization=nvfp4_per_token"],
+            "quantization=nvfp4_per_token (not",
+        ),
         (FULLY_ASYNC, [f"+{ROLLOUT}.engine_kwargs.vllm.max_num_seqs=x"], "--max-num-seqs: invalid int value"),
         (ONE_STEP_OFF, [f"{ROLLOUT}.quantization=int3"], "verl: Currently only support ['fp8', 'torchao'"),
         (SEPARATE, ["model.lora_rank=600"], "verl: lora_rank must be less than or equal to 512"),
@@ -241,6 +257,13 @@ INNER = ("rollout.name", "rollout.tensor", "rollout.disagg", "rollout.mode", "mo
 @pytest.mark.parametrize("mode", [SEPARATE, ONE_STEP_OFF, FULLY_ASYNC])
 def test_these_modes_run_as_they_are(mode, job):
     assert not looked([*mode, *PULL, *job]).wrong
+
+
+def test_what_vllm_is_told_to_do_with_the_gpus_that_it_has_is_fine(job):
+    """The control of what is refused above."""
+    kwargs = f"+{ROLLOUT}.engine_kwargs.vllm"
+    more = [f"{kwargs}.tensor_parallel_size=2", f"{kwargs}.data_parallel_size=1", f"{ROLLOUT}.load_format=safetensors"]
+    assert not looked([*SEPARATE, *PULL, *job, *more, f"{ROLLOUT}.dtype=float16", f"{kwargs}.max_num_seqs=8"]).wrong
 
 
 @pytest.mark.parametrize("mode", [SEPARATE, FULLY_ASYNC])

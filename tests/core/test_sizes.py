@@ -23,7 +23,7 @@ CEILINGS = {
     "core/transfer": 1_947,
     "core/transports": 7_295,
     "openrlhf": 2_498,
-    "verl": 4_020,
+    "verl": 4_045,
     "vllm": 9_030,
     "vllm/doctor": 860,
     "vllm/worker": 5_256,

@@ -25,7 +25,7 @@ QUANTIZATION = "vllm.model_executor.layers.quantization."
 TOGETHER = ("amax_for_tp_weight_quant", "amax_for_moe_weight_quant")  # largest elements, over the ranks that share them
 MAKERS = ("OnlineQuantizationConfig", "ExpertsInt8Config")  # they make weights from floats, or FP8 not in checkpoints
 KNOWN = ("Fp8", "Int8", "Mxfp8")  # prefixes of the names of known quantization methods
-OPAQUE = ("torchao", "bitsandbytes")  # their tensors have classes of their own, which no raw copy carries
+OPAQUE = ("torchao", "bitsandbytes", "nvfp4_per_token")  # the first two make tensors that no raw copy carries
 
 
 def quantizes(layer: torch.nn.Module) -> bool:
