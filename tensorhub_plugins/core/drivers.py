@@ -240,10 +240,9 @@ class Cuda(Plain):
         if not code:
             return ""
         # torch only returns it, and the next kernel launch of this thread would fail with it.
-        get_last_error = _get_last_error()
-        if get_last_error is not None:
+        for get_last_error in _get_last_errors():
             get_last_error()
-        else:
+        if not _get_last_errors():
             with contextlib.suppress(RuntimeError):  # torch's next call raises it, which clears it
                 torch.zeros(1, device=self._device)
         return f"error {code}, {CUDA_ERRORS[code]}" if code in CUDA_ERRORS else f"error {code}"
@@ -268,15 +267,16 @@ class Cuda(Plain):
 
 
 @cache
-def _get_last_error() -> Callable[[], int] | None:
-    """Return cudaGetLastError of torch's CUDA library: it returns the calling thread's error, and clears it."""
-    with contextlib.suppress(OSError, AttributeError):
+def _get_last_errors() -> list[Callable[[], int]]:
+    """Return cudaGetLastError of each CUDA library that is loaded: it returns the calling thread's error, and clears
+    it. Which of several is torch's is not known; one whose file was deleted is not found."""
+    found: list[Callable[[], int]] = []
+    with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
-        paths = [line.split()[-1] for line in maps if "libcudart" in line]
-        if paths:
-            found: Callable[[], int] = ctypes.CDLL(paths[0]).cudaGetLastError
-            return found
-    return None
+        for path in dict.fromkeys(line.split(maxsplit=5)[-1] for line in maps if "libcudart" in line):
+            with contextlib.suppress(OSError, AttributeError):
+                found.append(ctypes.CDLL(path).cudaGetLastError)
+    return found
 
 
 # --- CUDA in this process ---

@@ -406,7 +406,7 @@ class FakeCuda:
 def cuda(monkeypatch):
     fake = FakeCuda()
     monkeypatch.setattr(drivers, "_cuda", fake)
-    monkeypatch.setattr(drivers, "_get_last_error", lambda: fake.get_last_error)
+    monkeypatch.setattr(drivers, "_get_last_errors", lambda: [fake.get_last_error])
     return fake
 
 
@@ -423,7 +423,7 @@ def test_where_the_library_is_not_found_a_launch_takes_the_error(cuda, monkeypat
         launches.append(cuda.get_last_error())
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(drivers, "_get_last_error", lambda: None)
+    monkeypatch.setattr(drivers, "_get_last_errors", lambda: [])
     memory = torch.ones(10, dtype=torch.uint8)
     monkeypatch.setattr(torch, "zeros", zeros)
     assert Cuda(torch.device("cuda", 0)).register(memory).startswith("error 2, out of")
@@ -522,20 +522,24 @@ def test_nothing_is_pinned_where_no_device_is_used(cuda):
         assert slab._pinned is None
 
 
-def test_the_last_error_is_asked_of_the_library_that_is_loaded(monkeypatch, tmp_path):
+def test_the_last_error_is_asked_of_every_library_that_is_loaded(monkeypatch, tmp_path):
+    """N14: torch's need not be the first one."""
     asked = []
 
     def load(path):
         asked.append(path)
+        if path.endswith(" (deleted)"):
+            raise OSError(path)
         return SimpleNamespace(cudaGetLastError=lambda: 0)
 
-    maps = "7f00-7f01 r-xp 00000000 00:00 1  /opt/libcudart.so.13\n7f01-7f02 r-xp 0 00:00 2 /lib/libc.so.6\n"
+    loaded = ["/opt/libcudart.so.13", "/lib/libc.so.6", "/x/libcudart.so.12 (deleted)", "/a b/libcudart.so.12"]
+    maps = "".join(f"7f0{n % 4}-7f09 r-xp 00000000 00:00 {n}  {loaded[n % 4]}\n" for n in range(8))
     monkeypatch.setattr(drivers.Path, "read_text", lambda self, **how: maps)
     monkeypatch.setattr(ctypes, "CDLL", load)
-    drivers._get_last_error.cache_clear()
-    found = drivers._get_last_error()
-    drivers._get_last_error.cache_clear()
-    assert found is not None and asked == ["/opt/libcudart.so.13"]
+    drivers._get_last_errors.cache_clear()
+    found = drivers._get_last_errors()
+    drivers._get_last_errors.cache_clear()
+    assert len(found) == 2 and asked == [loaded[0], *loaded[2:]]
 
 
 def test_a_forked_child_releases_nothing():
