@@ -18,7 +18,7 @@ from client_processes import tensors_of
 from client_stage import module_hub, small_segments, stage
 from transport_suite import blank_like, check_transport, sample_tensors
 
-from tensorhub_plugins.core import Held, Part, UsageError, contiguous_spec, copy_all, flat_bytes, same_bytes
+from tensorhub_plugins.core import Held, Part, UsageError, contiguous_spec, copy_all, drivers, flat_bytes, same_bytes
 from tensorhub_plugins.core import device as devices
 from tensorhub_plugins.core.client.publisher import Publisher
 from tensorhub_plugins.core.memory.adoption import Adoption
@@ -32,7 +32,11 @@ from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
 from tensorhub_plugins.core.transports.rdma.verbs import Nic
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
 from tensorhub_plugins.core.transports.tcp import TcpTransport
+from tensorhub_plugins.vllm.worker import partial as of_partial
+from tensorhub_plugins.vllm.worker import uploads
 from tensorhub_plugins.vllm.worker import weights as of_vllm
+from tensorhub_plugins.vllm.worker.plan import Given, Region, held_whole
+from tensorhub_plugins.vllm.worker.plan import Held as Kept
 
 __all__ = ["module_hub", "small_segments", "stage"]
 
@@ -187,6 +191,58 @@ def test_an_engines_model_takes_what_was_fetched(stage):
     of_vllm.copy_tensors(live, stage.client("rollout").fetch(1, ("runtime:f",)).tensors())
     assert_same(live, expected)
     assert [of_vllm.digest(each) for each in live.values()] == [of_vllm.digest(each) for each in expected.values()]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_a_layer_is_loaded_from_goes_to_the_device_at_once(monkeypatch, together):
+    """N20: of an expert that is cut by rows, one that is cut by columns, and one that is whole, no more than the pieces
+    that are needed, without a wait for each. The control: loaders that get what is in host memory."""
+    whole = {name: torch.randn(60, 8) for name in ("rows", "columns", "all", "other")}
+    regions = {"rows": [Region((10, 0), (20, 8))], "columns": [Region((0, 2), (60, 3)), Region((0, 6), (60, 1))]}
+    here = {name: [Kept(each, each.of(whole[name]).contiguous()) for each in cut] for name, cut in regions.items()}
+    shapes = {name: (torch.float32, each.shape) for name, each in whole.items()}
+    loaded = dict(
+        of_partial.whole(Given({**here, "all": held_whole(whole["all"])}, shapes), whole, torch.device(DEVICE, 0))
+    )
+    calls = [{"param": None, "loaded_weight": each, "shard_id": 0} for name, each in loaded.items() if name != "other"]
+    waits, copied = [], []
+    wait, copy = devices.Device.synchronize, drivers.Plain.copy
+
+    def noted(driver, source, target, stream):
+        copied.append((source.device.type, target.device.type, target.nbytes))
+        copy(driver, source, target, stream)
+
+    monkeypatch.setattr(devices.Device, "synchronize", lambda device: (waits.append(device), wait(device)))
+    monkeypatch.setattr(drivers.Plain, "copy", noted)
+    if together:
+        uploads.upload(calls, torch.device(DEVICE, 0))
+        assert len(waits) == 1 and copied == [("cpu", DEVICE, 20 * 32), ("cpu", DEVICE, 720), ("cpu", DEVICE, 240),
+                                              ("cpu", DEVICE, 60 * 32)]  # fmt: skip
+        assert {each["loaded_weight"].device.type for each in calls} == {DEVICE}
+    rows, columns, all_ = (each["loaded_weight"] for each in calls)
+    found = {"rows": rows[10:30], "left": columns[:, 2:5], "right": columns[:, 6:7], "all": all_[3:]}
+    live = {name: torch.empty(each.shape, device=DEVICE) for name, each in found.items()}
+    for name, each in found.items():
+        live[name].copy_(each)
+    assert len(waits) == (1 if together else 3)  # what is whole is torch's own copy, for which it waits
+    expected = {"rows": whole["rows"][10:30], "left": whole["columns"][:, 2:5], "right": whole["columns"][:, 6:7]}
+    assert_same(live, {name: each.contiguous() for name, each in {**expected, "all": whole["all"][3:]}.items()})
+    with pytest.raises(of_partial.NotEnough):
+        live["left"].copy_(columns[:, 3:6])
+
+
+def test_where_there_is_no_room_loaders_get_what_is_in_host_memory(monkeypatch):
+    calls = [{"loaded_weight": torch.ones(3)}, {"loaded_weight": torch.ones(3)}]
+    empty = torch.empty
+
+    def full(*given, **how):
+        if "device" in how:
+            raise torch.OutOfMemoryError("injected")
+        return empty(*given, **how)
+
+    monkeypatch.setattr(torch, "empty", full)
+    uploads.upload(calls, torch.device(DEVICE, 0))
+    assert {each["loaded_weight"].device.type for each in calls} == {"cpu"}
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])

@@ -72,6 +72,19 @@ class Partial(torch.Tensor):
         copy_all([(here, found)])
         return here
 
+    def there(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Partial:
+        """Return the same with what it may read on its device; `copies` gets the targets, and sources, of copies that
+        are to be made before."""
+        dtype, shape = self._whole
+        if self._meta.dtype != dtype:
+            return self
+        box = int(self._meta.storage_offset()), tuple(self._meta.shape), tuple(self._meta.stride())
+        held = []
+        for region, source in plan.within(self._held, shape, box):
+            held.append(plan.Held(region, torch.empty(source.shape, dtype=dtype, device=self.device)))
+            copies.append((held[-1].tensor, source))
+        return self._make(held, self._whole, self._meta, self.device)
+
     def data_ptr(self) -> int:
         """Raise NotEnough: there is no memory to read."""
         raise NotEnough("loaders ask for the address of what they are given")

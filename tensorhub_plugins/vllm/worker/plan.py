@@ -344,6 +344,17 @@ def place_in(held: Sequence[Held], whole: Sequence[int], box: Box) -> tuple[int,
     raise ValueError(f"box {box} of a tensor {whole} is not within {[each.region for each in held]}")
 
 
+def within(held: Sequence[Held], whole: Sequence[int], box: Box) -> Iterator[Held]:
+    """Yield the parts of held regions that lie in the smallest region around this view of a tensor of this shape."""
+    around = _around(box, tuple(whole))
+    for region, tensor in held:
+        common = common_box(region.box, around.box)
+        if common is not None:
+            part = Region(tuple(low for low, _ in common), tuple(high - low for low, high in common))
+            here = tuple(low - start for low, start in zip(part.start, region.start, strict=True))
+            yield Held(part, Region(here, part.shape).of(tensor))
+
+
 def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return this box of a contiguous tensor."""
     offset, shape, strides = box

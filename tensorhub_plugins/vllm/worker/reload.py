@@ -12,7 +12,7 @@ import torch
 
 from tensorhub_plugins.core import synchronize
 from tensorhub_plugins.vllm.plugin import replaced
-from tensorhub_plugins.vllm.worker import cpu, draft, weights
+from tensorhub_plugins.vllm.worker import cpu, draft, uploads, weights
 from tensorhub_plugins.vllm.worker.preserved import preserved
 from tensorhub_plugins.vllm.worker.references import rebound_references
 
@@ -39,7 +39,13 @@ def reload_checkpoint(
 
     with torch.no_grad(), set_current_vllm_config(vllm_config), cpu.live_layers(), preserved(model):
         cpu.forget_expert_kernels(model, layers)
-        with defined_paddings(), loaded_in_place(model, in_place), without_false_alarms(), rebound_references(model):
+        with (
+            defined_paddings(),
+            loaded_in_place(model, in_place),
+            uploads.by_layer(weights.device_of(model)),
+            without_false_alarms(),
+            rebound_references(model),
+        ):
             initialize_layerwise_reload(model)
             draft.load(model, checkpoint)
             finalize_layerwise_reload(model, vllm_config.model_config)

@@ -84,6 +84,11 @@ def all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{module_name}.{attribute}".replace(WRAPPED, ""), tensor.detach()
 
 
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return where its parameters are."""
+    return next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
+
+
 def by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return its parameters, under all their names."""
     return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
