@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.vllm.worker import cpu, reload, weights
+from tensorhub_plugins.vllm.worker import cpu, kinds, reload, weights
 from tensorhub_plugins.vllm.worker.conversion import Conversion, noise_like
 from tensorhub_plugins.vllm.worker.noise import NOISE_LENGTH
 from tensorhub_plugins.vllm.worker.partial import NotEnough, whole
@@ -183,6 +183,89 @@ def test_a_plan_that_is_wrong_in_one_layer_is_found_and_that_one_is_reloaded() -
             assert conversion.install(planned(version, wrong=wrong)) == how
             assert state(model) == fresh(Model, version)
         assert conversion._process == ({layer_of("norm2")} if wrong else frozenset())
+
+
+class Packing:
+    """A quantization method whose kernel has the rows in another order."""
+
+
+class Expert(torch.nn.Module):
+    def __init__(self, *, lags: bool = False) -> None:
+        super().__init__()
+        self.weight, self.loads, self.lags = torch.nn.Parameter(torch.zeros(4, 4)), 0, lags
+        self.quant_method = Packing()
+
+    def load(self, weight: torch.Tensor) -> None:
+        self.loads += 1
+        kept = self.weight[0].clone()
+        self.weight.copy_(weight.flip(0))
+        if self.lags:
+            self.weight[0] += kept
+
+
+class Stack(torch.nn.Module):
+    """Layers of one kind, but for one that lags: in its first row is something of the version before."""
+
+    def __init__(self, count: int = 6, lag: int | None = None) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Expert(lags=number == lag) for number in range(count))
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for number, layer in enumerate(self.layers):
+            if (weight := weights.get(f"layers.{number}.weight")) is not None:
+                layer.load(weight)
+
+    def given(self, seed: int) -> Given:
+        """With a plan of plain copies."""
+        torch.manual_seed(seed)
+        tensors = {f"layers.{number}.weight": torch.randn(4, 4) for number in range(len(self.layers))}
+        box = whole_region((4, 4)).box_in((4, 4))
+        pieces = tuple(Piece(name, box, name, box) for name in tensors)
+        needed = {name: (whole_region((4, 4)),) for name in tensors}
+        return Given.of(tensors, Plan(shapes_of(tensors), pieces, needed, frozenset()))
+
+    def is_of(self, given: Given) -> bool:
+        held = {name: one[0].tensor for name, one in given.held.items()}
+        return all(torch.equal(live, held[name].flip(0)) for name, live in self.named_parameters())
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_of_layers_of_one_kind_that_are_packed_two_are_put_to_the_test(
+    asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are loaded once, as in every later install. The control: if none is asked, they are found in the
+    trial of all, which then begins again."""
+    monkeypatch.setattr(kinds, "may_pack", lambda layer: asks and isinstance(layer, Expert))
+    model = Stack()
+    conversion = Conversion(model, SimpleNamespace())
+    for seed in (1, 2, 3):
+        given = model.given(seed)
+        assert conversion.install(given) == "reload" and model.is_of(given)
+        if seed == 1:
+            assert [layer.loads for layer in model.layers] == ([4, 1, 1, 1, 1, 3] if asks else [5, 3, 3, 3, 3, 5])
+    assert conversion._process == {f"layers.{number}" for number in range(6)} and not conversion.hidden
+
+
+@pytest.mark.parametrize("lag", [0, 3, 5])
+def test_a_packed_layer_that_keeps_something_is_noticed_wherever_it_is(lag: int) -> None:
+    """It is of another kind than those around it, as an attribute shows."""
+    model = Stack(lag=lag)
+    with pytest.raises(UsageError, match=f"1 tensors of this model do not follow an update: layers.{lag}.weight"):
+        Conversion(model, SimpleNamespace()).install(Given.of(model.given(1).tensors))
+    with pytest.raises(NotEnough, match=f"it is not enough for layers.{lag}.weight"):
+        conversion = Conversion(model, SimpleNamespace())
+        conversion._prove(model.given(1), model.given(1).plan)
+
+
+def test_layers_are_of_one_kind_by_code_and_geometry() -> None:
+    model = Stack()
+    assert [len(names) for names in kinds.of_layers(model, [f"layers.{n}" for n in range(6)])] == [6]
+    model.layers[1].weight = torch.nn.Parameter(torch.zeros(4, 4).t())
+    model.layers[2].weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+    model.layers[3].quant_method = object()
+    model.layers[4].quant_method.kernel = Packing()
+    found = kinds.of_layers(model, [f"layers.{n}" for n in range(6)])
+    assert sorted(map(len, found)) == [1, 1, 1, 1, 2] and ["layers.0", "layers.5"] in found
 
 
 def test_without_a_plan_it_is_reloaded_and_put_to_the_test() -> None:

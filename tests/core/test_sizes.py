@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 4_322,
-    "core/client": 5_700,
+    "core/client": 5_704,
     "core/deltas": 685,
-    "core/hub": 5_541,
+    "core/hub": 5_545,
     "core/kernels": 560,
     "core/memory": 3_715,
     "core/operations": 1_790,
@@ -24,9 +24,9 @@ CEILINGS = {
     "core/transports": 7_295,
     "openrlhf": 2_498,
     "verl": 4_045,
-    "vllm": 9_030,
+    "vllm": 9_054,
     "vllm/doctor": 860,
-    "vllm/worker": 5_256,
+    "vllm/worker": 5_487,
 }
 ROOM, ROOM_LINES = 0.1, 150  # below a ceiling, as a part of it or in lines: for changes that need no reason
 INIT_LINES_MAX = 40  # of a file beside the folders: __init__.py

@@ -20,6 +20,9 @@ A state is the digests of all weights that are not pieces, and of every other te
                                     not, all of the checkpoint must come, and if not even then, the model is refused
     2 unlike 3                      in every weight that is derived from others, or the model is refused
 
+Of layers that are reloaded in any case only the first and the last of each kind are put to the test (kinds.py): the
+others are reloaded once, in state 3. Whether layers of a kind are copies is asked of one of them before the trial.
+
 Loaders get no numbers but those that the plan names (partial.py): one that reads more raises NotEnough, and then all of
 the checkpoint must come.
 """
@@ -35,7 +38,7 @@ import torch
 
 from tensorhub_plugins.core import Slab, TensorHubError, UsageError, copy_all, flat_bytes, progress, work
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.vllm.worker import cpu, draft, online, partial, reload, weights
+from tensorhub_plugins.vllm.worker import cpu, draft, kinds, online, partial, reload, weights
 from tensorhub_plugins.vllm.worker.contract import some
 from tensorhub_plugins.vllm.worker.hidden import walk
 from tensorhub_plugins.vllm.worker.noise import Noise
@@ -159,6 +162,7 @@ class Conversion:
         process = every
         if plan is not None:
             process = plan.process.union(cpu.packed_experts(self._model), map(layer_of, derived))
+            process |= self._packed(given, plan, process)
         while True:
             first, noisy, last, wrong = self._trial(given, plan, process)
             hides = _differ((first or last).hidden, noisy.hidden) if noisy is not None else []
@@ -179,7 +183,8 @@ class Conversion:
             before = last if first is None else first
             values = {name: (before.hidden.get(name), noisy.hidden.get(name)) for name in hides}
             self.hidden = tuple(name for name in hides if last.hidden.get(name) in values[name])
-            stale += [name for name in derived if noisy.weights.get(name) == before.weights.get(name)]
+            tested = noisy.weights.keys() & before.weights.keys()
+            stale += [name for name in tested.intersection(derived) if noisy.weights[name] == before.weights[name]]
         if stale:
             raise UsageError(
                 f"{len(stale)} tensors of this model do not follow an update: {some(sorted(stale))}. It cannot be "
@@ -197,15 +202,16 @@ class Conversion:
         there is none, or noise could not be loaded), and the layers in which copies are wrong."""
         pieces = _Pieces(self._model, plan, process)
         self._plan, self._process, first, noisy, wrong = plan, process, None, None, frozenset[str]()
+        names, untested = self._to_test(given, plan, process)
         if process:
-            self._reload(given, given.shapes, in_place=pieces.filled)
-            first = self._state(pieces)
+            self._reload(given, names, in_place=pieces.filled, without=untested)
+            first = self._state(pieces, without=untested)
         try:
-            noise = noise_like(given, plan, self._device)
-            self._reload(noise, given.shapes, in_place=pieces.filled)
+            noise = noise_like(given, plan, weights.device_of(self._model))
+            self._reload(noise, names, in_place=pieces.filled, without=untested)
             wrong = pieces.wrong(noise)
-            made = map(layer_of, reload.derived(self._model))
-            noisy = self._state(pieces, without=process.difference(made))
+            made = frozenset(map(layer_of, reload.derived(self._model)))
+            noisy = self._state(pieces, without=process - made | untested)
             del noise
         except NotEnough:
             raise
@@ -217,10 +223,41 @@ class Conversion:
             self._install(given.cut(plan.needed))
         else:
             self._reload(given, given.shapes, in_place=pieces.filled)
-        last = self._state(pieces)
+        last = self._state(pieces, without=untested)
         if plan is not None and noisy is not None:
             wrong |= frozenset(map(layer_of, _differ((first or last).weights, noisy.weights)))
         return first, noisy, last, wrong
+
+    def _to_test(
+        self, given: Given, plan: Plan | None, process: frozenset[str]
+    ) -> tuple[Collection[str], frozenset[str]]:
+        """Return the tensors to load in a trial, and the layers that need none: others of their kind have one."""
+        every = sum(1 for _ in self._model.modules())
+        if plan is None or len(process) == every or self._steps.together:  # ranks that load together load the same
+            return given.shapes, frozenset()
+        untested = kinds.between(self._model, process)
+        return plan.sources_beside(untested), untested
+
+    def _packed(self, given: Given, plan: Plan, process: frozenset[str]) -> frozenset[str]:
+        """Return the layers that seem to be pieces and are not, as noise shows in one of each kind: if only the trial
+        found that, it would begin again. Empty if noise could not be loaded."""
+        modules = dict(self._model.named_modules())
+        copied = {layer_of(piece.target) for piece in plan.pieces} - process
+        known = kinds.of_layers(self._model, [name for name in copied if kinds.may_pack(modules[name])])
+        asked = {names[0]: names for names in known if len(names) > 2}
+        if not asked or self._steps.together:
+            return frozenset()
+        others = frozenset(modules.keys() - asked.keys())
+        pieces = _Pieces(self._model, plan, others)
+        sources = {piece.source for piece in plan.pieces if layer_of(piece.target) in asked}
+        try:
+            noise = noise_like(given, plan, weights.device_of(self._model), sources)
+            self._reload(noise, noise.held.keys(), in_place=pieces.filled, without=others)
+            wrong = pieces.wrong(noise)
+        except Exception:
+            logger.debug("layers were not asked for what they make of noise", exc_info=True)
+            return frozenset()
+        return frozenset(name for first in wrong for name in asked[first])
 
     def _copy(self, checkpoint: Iterable[tuple[str, Sequence[Held]]]) -> None:
         copies = self._copies()
@@ -242,8 +279,12 @@ class Conversion:
         names: Collection[str],
         layers: frozenset[str] | None = None,
         in_place: frozenset[str] = frozenset(),
+        without: frozenset[str] = frozenset(),
     ) -> None:
-        """Reload these tensors, in the same order in all workers that quantize together."""
+        """Reload these tensors, in the same order in all workers that quantize together. layers: those that get any;
+        None: all, except `without`."""
+        if without:
+            layers = frozenset(name for name, _ in self._model.named_modules()) - without
         how: dict[str, Any] = {} if layers is None else {"layers": layers}
         how |= {"in_place": in_place} if in_place else {}
         with online.in_step(self._model, self._steps):
@@ -252,12 +293,8 @@ class Conversion:
             )
 
     def _given(self, given: Given, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        whole = partial.whole(given, sorted(names) if self._steps.together else names, self._device)
+        whole = partial.whole(given, sorted(names) if self._steps.together else names, weights.device_of(self._model))
         return work.counted(progress.of(whole, "the checkpoint is converted", len(names), "tensors"))
-
-    @property
-    def _device(self) -> torch.device:
-        return next((each.device for each in self._model.parameters() if not each.is_meta), torch.device("cpu"))
 
     def _state(self, pieces: _Pieces, without: frozenset[str] = frozenset()) -> _State:
         """Return the state of all that is not a piece, and no weight of these layers."""
@@ -369,16 +406,19 @@ def _same(live: torch.Tensor, source: torch.Tensor) -> bool:
     return torch.equal(live.view(BITS[live.itemsize]), source.view(BITS[live.itemsize]))
 
 
-def noise_like(given: Given, plan: Plan | None, device: torch.device) -> Given:
+def noise_like(given: Given, plan: Plan | None, device: torch.device, names: Collection[str] | None = None) -> Given:
     """Return noise for what the plan needs of a checkpoint (None: for all), always the same, and no two regions alike.
-    Integers are kept: they may be indices."""
+    Integers are kept: they may be indices. names: of these tensors only."""
     regions: list[tuple[str, torch.dtype, Region]] = []
-    for name, (dtype, shape) in sorted(given.shapes.items()):
+    names = given.shapes if names is None else names
+    for name in sorted(names):
+        dtype, shape = given.shapes[name]
         if dtype.is_floating_point:
             needed = (whole_region(shape),) if plan is None else plan.needed.get(name, ())
             regions += [(name, dtype, region) for region in needed]
     noise = Noise(((dtype, torch.Size(region.shape).numel()) for _, dtype, region in regions), device)
-    held = {name: given.held[name] for name in given.held if not given.shapes[name][0].is_floating_point}
+    integers = [name for name in names if name in given.held and not given.shapes[name][0].is_floating_point]
+    held = {name: given.held[name] for name in integers}
     for number, (name, dtype, region) in enumerate(regions):
         held[name] = (*held.get(name, ()), Held(region, noise.of(number, dtype, torch.Size(region.shape))))
     return Given(held, given.shapes)

@@ -129,6 +129,13 @@ class Plan:
         within = {piece.source for piece in self.pieces if layer_of(piece.target) in chosen}
         return [name for name in self.needed if name in within or name not in elsewhere]
 
+    def sources_beside(self, layers: Iterable[str]) -> list[str]:
+        """Return the checkpoint tensors that contribute to more than these layers, or to nothing that is known."""
+        chosen = set(layers)
+        elsewhere = {piece.source for piece in self.pieces if layer_of(piece.target) not in chosen}
+        within = {piece.source for piece in self.pieces if layer_of(piece.target) in chosen}
+        return [name for name in self.shapes if name in elsewhere or name not in within]
+
 
 def layer_of(parameter: str) -> str:
     """Return the module that holds it."""
