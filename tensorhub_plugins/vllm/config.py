@@ -15,6 +15,7 @@ from tensorhub_plugins.vllm.drafts import Source
 from tensorhub_plugins.vllm.names import NAME, adapter_id
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
+START_TIMEOUT_S = 600.0  # as long as vLLM itself waits for its engine (VLLM_ENGINE_READY_TIMEOUT_S)
 # Options of a worker that its client has under the same names.
 OF_CLIENTS = (
     *("transports", "digest", "delta", "memory_budget_bytes", "over_budget", "connect_timeout_s"),
@@ -72,10 +73,16 @@ class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     version: int | Literal["latest"] = "latest"  # which one it starts with
     disk: Literal["never", "fallback", "only"] = "never"  # fallback: when the store has no version at all, or loses it
     disk_version: int = 0  # the version as which weights from disk are served to others; 0: they are not
-    start_timeout_s: float = 600.0  # for the first version to appear and arrive
+    # For the first version to appear and arrive; None: START_TIMEOUT_S to appear, and then as long as it advances.
+    start_timeout_s: float | None = None
     # Switch to every new version, see engine/core_follower.py; with "lora": of the adapters, and "now" is the default.
     follow: Literal["idle", "now"] | None = None
     follow_patience_s: float = 60.0  # "idle": after this long without an idle moment, switch at once
+
+    @property
+    def wait_s(self) -> float:
+        """Return how long to wait for a first version of which nothing has come."""
+        return START_TIMEOUT_S if self.start_timeout_s is None else self.start_timeout_s
 
 
 class FollowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

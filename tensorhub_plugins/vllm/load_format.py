@@ -35,6 +35,7 @@ from tensorhub_plugins.core import (
     VersionRefused,
     cores,
     gate,
+    work,
 )
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts
@@ -135,7 +136,7 @@ class TensorHubModelLoader(BaseModelLoader):
         """Join the store and get the first version; return whether the weights are those on disk."""
         try:
             updater = join(joining, model, vllm_config, drafting)
-            if not on_disk and not _read(start, joining, updater, Deadline.after(start.start_timeout_s)):
+            if not on_disk and not _read(start, joining, updater):
                 reload.reload_checkpoint(model, vllm_config, self.get_all_weights(vllm_config.model_config, model))
                 updater.mark_unversioned(mended=True)
                 on_disk = True
@@ -175,21 +176,26 @@ def _fill_with_zeros(model: torch.nn.Module) -> None:
         list(threads.map(fill, (parameter for parameter in parameters if parameter.device.type == "cpu")))
 
 
-def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline: Deadline) -> bool:
+def _read(start: StartConfig, joining: WorkerConfig, updater: Updater) -> bool:
     """Get the first version; False: the store has lost all it had, and the weights are to come from disk.
 
     A version that is lost or superseded while it is read, or not this model's, is no reason not to start: there may be
     another.
     """
-    lost = ""
+    lost, began, grows = "", time.monotonic(), start.start_timeout_s is None
     refused: dict[int, str] = {}  # not this model's, and why
     out_of_step: list[int] = []  # these workers lost each other: once more is enough, unless one of them cannot go on
+
+    def until() -> Deadline:
+        return Deadline(work.until(began, work.last_at() if grows else began, start.wait_s))
+
     while True:
         try:
-            version = updater.resolve(deadline.remaining(), refused) if start.version == LATEST else int(start.version)
+            version = updater.resolve(until().remaining(), refused) if start.version == LATEST else int(start.version)
         except NotPublished as error:
-            raise NotPublished(f"{error.message}{lost}", timeout_s=start.start_timeout_s) from error
-        result = updater.update(version, deadline.remaining(), in_place=True)
+            raise NotPublished(f"{error.message}{lost}", timeout_s=start.wait_s) from error
+        left_s = start.wait_s if grows else until().remaining()
+        result = updater.update(version, left_s, in_place=True, grows=grows)
         if result["installed"]:
             break
         if anyone(updater.gather, updater.poll()["error_kind"] == VersionRefused.__name__):
@@ -201,9 +207,9 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
             other = bool(held - set(refused)) if version in refused else version not in held
             if not held and start.disk == "fallback":
                 verdict = _Verdict.DISK
-            elif other and start.version == LATEST and not deadline.expired:
+            elif other and start.version == LATEST and not until().expired:
                 verdict = _Verdict.AGAIN
-            elif lost_step and version not in out_of_step and not deadline.expired:
+            elif lost_step and version not in out_of_step and not until().expired:
                 verdict = _Verdict.AGAIN
                 out_of_step.append(version)
         verdict = _Verdict(first_says(updater.gather, verdict))
@@ -213,6 +219,11 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
         logger.warning("going on from %s%s", "disk" if verdict == _Verdict.DISK else "the store", lost)
         if verdict == _Verdict.DISK:
             return False
+    _log_first(version, result)
+    return True
+
+
+def _log_first(version: int, result: dict[str, Any]) -> None:
     report = result["report"]
     logger.info(
         "version %d as %s from %s: %.1f MB by %s in %.3f s",
@@ -223,7 +234,6 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
         ", ".join(report["transports"]),
         result["seconds"],
     )
-    return True
 
 
 def _start_from_disk(start: StartConfig, joining: WorkerConfig, vllm_config: Any) -> bool:

@@ -174,6 +174,21 @@ def test_a_start_that_does_not_end_is_given_up() -> None:
     assert effects == [ev.Stop("rollout-2", "actor")]
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_a_start_whose_engine_works_is_waited_for_ten_times_as_long(works: bool) -> None:
+    """N2: a first version may take hours, on a slow link. The control: one that does nothing."""
+    state, idle_s = fleet(ev.Add(1), ev.Started("rollout-2", "actor")), 10.0 if works else math.inf
+    stopped, each_s = [], fleet_state.START_TIMEOUT_S / 4
+    for number in range(1, 100):
+        now = number * each_s
+        starting = seen("rollout-2", ready=False, idle_s=idle_s)
+        state.handle(ev.Reported((seen("rollout-0"), seen("rollout-1"), starting)), now)
+        if ev.Stop("rollout-2", "actor") in deeds(state.handle(ev.Tick(), now)):
+            stopped.append(number)
+            break
+    assert stopped == [4 * fleet_state.START_TIMES_MAX if works else 4]
+
+
 def test_those_that_run_are_left_alone_while_nobody_reports() -> None:
     restarting = ev.Reported((seen("rollout-0"), seen("rollout-1", ready=False, lost="restarting")))
     state = fleet(restarting, ev.Add(1), ev.Started("rollout-2", "actor"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_the_device_is_the_engines_from_the_load_to_the_end_of_the_warm_up(
 
     joining = SimpleNamespace(lora=(), draft=None)
     stands_in: dict[str, Any] = {
-        "parse": lambda *_: (SimpleNamespace(start_timeout_s=1.0, disk="never"), joining if joins else None),
+        "parse": lambda *_: (SimpleNamespace(disk="never"), joining if joins else None),
         "initialize_model": lambda **_: model,
         "join": nothing,
         "_read": lambda *_: True,
@@ -101,6 +102,41 @@ def test_the_device_is_the_engines_from_the_load_to_the_end_of_the_warm_up(
         assert gate.closed == joins
     finally:
         gate.open()
+
+
+@pytest.mark.parametrize("given", [None, 30.0])
+def test_a_start_lasts_as_long_as_it_advances_unless_it_is_told_how_long(
+    given: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N2: no wait in which an engine works is judged by seconds. Here the first read works for hours, in vain."""
+    load_format = pytest.importorskip("tensorhub_plugins.vllm.load_format", exc_type=ImportError)
+    from tensorhub_plugins.vllm.config import StartConfig
+
+    began, asked = time.monotonic(), []
+    monkeypatch.setattr(load_format.time, "monotonic", lambda: began)
+    monkeypatch.setattr(load_format.work, "last_at", lambda: began + (3000.0 if asked else 0.0))
+    held = [SimpleNamespace(version=version, visible=True) for version in (2,)]
+    monkeypatch.setattr(load_format, "_versions", lambda joining: held)
+
+    class Updater:
+        position, gather = SimpleNamespace(shard=0), staticmethod(lambda vote: [vote])
+
+        def resolve(self, timeout_s: float, refused: Any) -> int:
+            assert timeout_s > 0
+            return 1 + len(asked)
+
+        def poll(self) -> dict[str, Any]:
+            return {"error_kind": "VersionGone"}
+
+        def update(self, version: int, timeout_s: float, *, in_place: bool, grows: bool) -> dict[str, Any]:
+            asked.append((version, grows))
+            assert timeout_s == 600.0 if given is None else timeout_s <= given
+            report = {"sources": ["trainer/0"], "size_bytes": 1, "transports": ["tcp"]}
+            is_second = len(asked) == 2
+            return {"installed": is_second, "error": "lost", "report": report, "layout": "checkpoint", "seconds": 1.0}
+
+    assert load_format._read(StartConfig(start_timeout_s=given), None, Updater())
+    assert asked == [(1, given is None), (2, given is None)]
 
 
 def test_zeros_on_a_device_are_written_by_the_thread_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

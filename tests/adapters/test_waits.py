@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from tensorhub_plugins.core import HubLimits
 from tensorhub_plugins.core.deadline import size_s, timeout_for
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.core.work import STILL_S
-from tensorhub_plugins.vllm.config import FollowConfig, StartConfig
+from tensorhub_plugins.vllm.config import START_TIMEOUT_S, FollowConfig, StartConfig
+from tensorhub_plugins.vllm.ray.fleet_state import START_TIMEOUT_S as FLEET_START_TIMEOUT_S
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "waits.md"
 GB = 10**9
@@ -56,9 +58,12 @@ def waits(model: Model) -> list[tuple[str, float, str, float]]:
     return [
         ("a host's first copy, 25 Gbit/s", slow, "timeout_s", run_s),
         ("the same, 100 Gbit/s", fetch_s(model, LINKS["100 Gbit/s"]), "timeout_s", run_s),
+        ("the same, 400 Gbit/s", fetch_s(model, LINKS["400 Gbit/s"]), "timeout_s", run_s),
         ("the same, by `Client.fetch`", slow, "its default", call_s),
-        ("the same, `vllm serve`, at the start", slow, "start_timeout_s", StartConfig().start_timeout_s),
+        ("the same, `vllm serve`, at the start", slow, "start_timeout_s", StartConfig().wait_s),
         ("the same, later", slow, "constant", FollowConfig().timeout_s),
+        ("vLLM's own wait for that start", slow + first_s, "VLLM_ENGINE_READY_TIMEOUT_S", START_TIMEOUT_S),
+        ("an engine that joins a run is ready", slow + first_s, "constant", FLEET_START_TIMEOUT_S),
         ("an engine's first install", first_s, "timeout_s", run_s),
         ("what of an install shows nothing", model.slice / PEER, "STILL_S", STILL_S),
         ("fetch and convert, for all", slow + first_s, "claim_s", HubLimits().claim_s + size_s(published)),
@@ -90,6 +95,14 @@ def test_the_page_has_the_table() -> None:
     text = PAGE.read_text()
     lacking = [line for line in table() if line not in text]
     assert not lacking, "\n".join(["docs/waits.md lacks", *lacking])
+
+
+def test_a_start_waits_as_long_as_vllm_does() -> None:
+    """Read, as importing it takes seconds, where vLLM is installed."""
+    if (vllm := find_spec("vllm")) is None or vllm.origin is None:
+        pytest.skip("vLLM is not installed")
+    text = (Path(vllm.origin).parent / "envs.py").read_text()
+    assert f'"VLLM_ENGINE_READY_TIMEOUT_S", "{START_TIMEOUT_S:.0f}"' in text
 
 
 def test_verls_wait_is_the_one_of_the_table() -> None:

@@ -233,7 +233,7 @@ def _follow(core: Any, caches: Caches, vllm_config: Any) -> None:
     how = FollowConfig(when=start.follow or "now", patience_s=start.follow_patience_s)
     here: Here
     if lora:
-        here = _follow_adapters(core, whole, joining, how, wait_s=start.start_timeout_s)
+        here = _follow_adapters(core, whole, joining, how, wait_s=start.wait_s)
     elif alone:
         here = CoreFollower(whole, joining, how)
     elif parallel.data_parallel_rank == 0:

@@ -36,6 +36,7 @@ from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Member, Seen, St
 STARTS_MAX = 8  # at once: every start reads hundreds of files of Python from what is often one shared disk
 # Until the engine is there, from then until it is ready, and for Ray to start it again: the largest models.
 START_TIMEOUT_S = 1800.0
+START_TIMES_MAX = 10  # as long, if its engine works: after each piece of work it has that time again
 START_DELAY_S, START_DELAY_MAX_S = 5.0, 300.0  # after a failed start, doubled by each further one
 STOP_DELAY_S, STOP_DELAY_MAX_S = 5.0, 60.0  # the same for what could not be given back
 # Ray gives what is free within a second: what waits for longer needs a place. The next spare starts so much later.
@@ -255,6 +256,9 @@ class FleetState:
         state = member.state
         if state == "stopping":
             return
+        if state in ("starting", "lost"):
+            until = min(now - seen.idle_s + START_TIMEOUT_S, member.since + START_TIMES_MAX * START_TIMEOUT_S)
+            member.deadline = max(member.deadline, until)
         if member.kind == "spare":
             if seen.lost or (state == "spare" and not seen.spare):
                 self._fail(member, "its process has ended" if seen.lost else "it does not answer", now)

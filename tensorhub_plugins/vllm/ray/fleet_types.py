@@ -15,6 +15,7 @@ with what you have.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -46,6 +47,7 @@ class Seen:
     lost: Lost = ""
     why: str = ""  # it is not ready, as it says itself
     spare: bool = False  # its engine runs, and waits for `Launcher.join`
+    idle_s: float = math.inf  # since its engine last fetched or installed anything
 
 
 @dataclass(frozen=True)

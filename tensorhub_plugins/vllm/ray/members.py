@@ -298,6 +298,7 @@ class Members:
                 lost="gone" if one.is_gone else "restarting" if one.is_restarting else "",
                 why=one.heartbeat.get("why", ""),
                 spare=one.is_spare and now - one.silent_since <= self.timeout_s,
+                idle_s=now - one.worked_at if one.worked_at and math.isfinite(now) else math.inf,
             )
             for one in named
         ]

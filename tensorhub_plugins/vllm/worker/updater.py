@@ -9,13 +9,12 @@ A fetch that fails with VersionRefused got tensors that are not this model's (se
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from typing_extensions import assert_never
@@ -37,6 +36,7 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import digests, need, online, plan, update_state, weights
 from tensorhub_plugins.vllm.worker.addresses import Addresses
+from tensorhub_plugins.vllm.worker.asked import Asked
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion, NotEnough, worth_it
 from tensorhub_plugins.vllm.worker.quantize import Quantizer
@@ -45,7 +45,6 @@ from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, Steps, an
 
 logger = get_logger(__name__)
 
-Asked: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 PLAN_AHEAD_S = 10.0  # for vLLM's thread to call `poll`; after that the first version is read whole
 MAKE_ROOM_S = 1.0  # for readers that were just directed to the last version
 HAND_OVER_TIMEOUT_S = 5.0  # a node with a spot notice has half a minute; followers take the newest version anyway
@@ -64,7 +63,7 @@ class Updater:
         self._serving: Future[None] | None = None  # the last offer to peers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub")
         self._is_leaving = self._grows = False
-        self._asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._asked = Asked()
         self._plans_ahead = position.shard_count > 1  # else a worker needs everything
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
         try:
@@ -110,8 +109,7 @@ class Updater:
     def poll(self) -> dict[str, Any]:
         """Return state, versions, the last error and the last fetch's report (see UpdateState.status), at once; only
         the first version is planned here (see `_plan_ahead`)."""
-        while not self._asked.empty():
-            self._answer(self._asked.get())
+        self._asked.answer_all()
         with self._lock:
             serving = self._serving is not None and not self._serving.done()
             return {**self._state.status(), "serving": serving, "layout": self.position.layout}
@@ -127,18 +125,20 @@ class Updater:
         self._handle(update_state.StartFetch(version, Deadline.after(timeout_s), in_place))
         self._grows = grows
 
-    def update(self, version: int, timeout_s: float, *, in_place: bool | None = None) -> dict[str, Any]:
+    def update(
+        self, version: int, timeout_s: float, *, in_place: bool | None = None, grows: bool = False
+    ) -> dict[str, Any]:
         """Fetch and install at once, while the engine is paused. Never raises; returns what `install` does."""
         deadline = Deadline.after(timeout_s)
         try:
-            self.start_fetch(version, timeout_s, in_place=in_place)
+            self.start_fetch(version, timeout_s, grows, in_place=in_place)
             assert self._fetching is not None
             # It ends at its own deadline, and after its readers have been drained.
-            self._see_to(self._fetching, timeout_s + self.config.drain_timeout_s)
+            self._asked.see_to(self._fetching, timeout_s + self.config.drain_timeout_s, grows=grows)
         except (TensorHubError, FutureTimeout) as error:
             logger.warning("%s: version %d: %s", self._name, version, error)
         # In any case: the other workers of this engine wait for this one's vote.
-        return self.install(version, deadline.remaining())
+        return self.install(version, timeout_s if grows else deadline.remaining())
 
     def resolve(self, timeout_s: float, refused: Mapping[int, str] | None = None) -> int:
         """Return the version to run, none of `refused`, the same in every worker; NotPublished if there is none."""
@@ -347,12 +347,8 @@ class Updater:
         except UsageError as error:
             logger.info("%s: version %d is read whole: %s", self._name, version, error)
             return None
-        fetched = staged.fetched
-        if (
-            fetched is None
-            or fetched.wanted is None
-            or self._conversion.fits(self._quantizer.shapes(plan.given_by(fetched).shapes))
-        ):
+        shapes = None if (got := staged.fetched) is None or got.wanted is None else plan.given_by(got).shapes
+        if shapes is None or self._conversion.fits(self._quantizer.shapes(shapes)):
             return staged
         logger.info("%s: version %d is read whole, because its tensors are not those before", self._name, version)
         self._drop(staged)
@@ -380,8 +376,7 @@ class Updater:
     def _plan_ahead(self, shapes: plan.Shapes, deadline: Deadline) -> plan.Plan | None:
         """Return what of a checkpoint of these shapes is needed. The loaders run over the live model's modules: in
         vLLM's own thread, between two steps, during the next `poll`."""
-        planned: Future[plan.Plan | None] = Future()
-        self._asked.put((planned, lambda: self._quantizer.plan(shapes, self._contract.rehearse_shapes)))
+        planned = self._asked.ask(lambda: self._quantizer.plan(shapes, self._contract.rehearse_shapes))
         try:
             return planned.result(timeout=min(deadline.remaining(), PLAN_AHEAD_S))
         except FutureTimeout:
@@ -422,28 +417,6 @@ class Updater:
             fetched.release()
         except TensorHubError as error:
             logger.warning("%s: version %d was not let go of: %s", self._name, staged.version, error)
-
-    # --- what the background leaves to vLLM's own thread ---
-
-    def _answer(self, asked: Asked | None) -> None:
-        if asked is None or not asked[0].set_running_or_notify_cancel():
-            return
-        future, question = asked
-        try:
-            future.set_result(question())
-        except BaseException as error:
-            future.set_exception(error)
-
-    def _see_to(self, fetching: Future[None], timeout_s: float) -> None:
-        """Wait for the background, and answer its requests; FutureTimeout."""
-        deadline = Deadline.after(timeout_s)
-        fetching.add_done_callback(lambda _: self._asked.put(None))
-        while not fetching.done():
-            try:
-                self._answer(self._asked.get(timeout=deadline.remaining()))
-            except queue.Empty:
-                raise FutureTimeout from None
-        fetching.result()
 
     # --- installing, in vLLM's own thread ---
 
