@@ -71,6 +71,8 @@ def test_the_version_before_is_unpublished_when_the_next_is_served() -> None:
     state = after(*INSTALLED, m.StartFetch(2), m.Fetched(TWO), m.StartInstall(2), m.Installed())
     assert state.handle(m.Served(2)) == [m.Unpublish(1)]
     assert state.handle(m.Served(2)) == []  # it returned to what it has never ceased to serve
+    assert state.handle(m.Served(None)) == [m.Unpublish(2)] and state.served is None  # nobody reads the next one
+    assert state.handle(m.Served(None)) == []
 
 
 def test_the_report_of_the_last_read_stays_until_the_next_fetch() -> None:

@@ -69,14 +69,12 @@ class Client(OfThisProcess):
     a model must agree on, only the source's statement after the read confirms that its bytes were the published ones.
     delta: "auto": send and take what has changed instead of whole segments, between hosts, where that saves time.
     digest: the algorithm to publish with. With "blake3", which no host on the way can forge, no other is read, either.
-
     keys: the run's secret, or a reader's key; None: the environment's (see security/secret.py), if it has one.
     job: identifies this worker's next incarnation to a hub with a secret, which lets it take over the name at once.
     None: the environment's TENSORHUB_JOB; without one a name is free after five silent heartbeats.
     preemptible: this worker may be preempted at short notice: what only such workers have is not safe, see `retain`.
     None: the environment's TENSORHUB_PREEMPTIBLE, 1 or 0; without one it is not.
     limits, transport_limits: when sources and connections count as slow or lost, see TransferLimits, TransportLimits.
-
     memory_budget_bytes: for all that is offered from memory of the client's own, published, retained and read (None:
     half of this machine's); the rest of it is for copies that `retain(domains=2)` needs. An excess is logged, or, with
     over_budget="refuse", not published (UsageError), with the versions that use the memory. The last copy of a retained
@@ -260,10 +258,9 @@ class Client(OfThisProcess):
         kept, which takes one pass over all bytes, and only the others are read, from any holder.
 
         Raise NotPublished, VersionGone, DeadlineExceeded, HubUnreachable, CorruptBytes when no source is left that has
-        sent the published bytes, or UsageError naming the tensor that does not fit, or two that share memory
-        here (tied weights) and were published with different bytes. Further names of the same memory take host memory
-        while they are read. Memory that another call of this process reads into, or that is published, is a UsageError.
-        """
+        sent the published bytes, or UsageError naming the tensor that does not fit, or two that share memory here (tied
+        weights) and were published with different bytes. Further names of the same memory take host memory while they
+        are read. Memory that another call of this process reads into, or that is published, is a UsageError."""
         allowed = Allowed.begin(timeout_s, tensors)
         arguments.check_flags(serve=serve, repair=repair)
         with allowed.naming(version):
@@ -319,11 +316,14 @@ class Client(OfThisProcess):
             self.abandon(outcome.version, layouts[0])  # a conversion that is not needed after all
         return Fetched.of(outcome, destinations.allocated, layouts[0], only, self._serving.releaser)
 
-    def abandon(self, version: int, layout: str) -> None:
-        """Abandon a conversion that `fetch` assigned to this worker; another is chosen. Does not wait for the hub."""
+    def abandon(self, version: int, layout: str, *, unless_awaited: bool = False) -> bool:
+        """Abandon a conversion that `fetch` assigned to this worker; another is chosen. Does not wait for the hub.
+        unless_awaited: keep it, and return False, if other replicas read that layout, as far as the hub knew."""
         key = self._key(version, layout)
         check_not_forked(self._pid, "client")
-        self._hub.ask(lambda number: messages.Abandon(number, key), Deadline.after(BACKGROUND_TIMEOUT_S))
+        if not (is_kept := unless_awaited and self._hub.is_awaited(key)):
+            self._hub.ask(lambda number: messages.Abandon(number, key), Deadline.after(BACKGROUND_TIMEOUT_S))
+        return not is_kept
 
     def wait(self, version: int | str = types.LATEST, *, newer_than: int = 0, timeout_s: float = 60.0) -> int:
         """Wait until a version is visible, and return its number: this one, or the newest that is above newer_than.

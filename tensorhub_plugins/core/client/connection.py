@@ -40,7 +40,7 @@ from tensorhub_plugins.core.security import curve
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transfer.unreached import Unreached
-from tensorhub_plugins.core.types import NOTHING, Came, attempt_of, printable
+from tensorhub_plugins.core.types import NOTHING, Came, ShardKey, attempt_of, printable
 
 if TYPE_CHECKING:
     from tensorhub_plugins.core.client.copies import Copies
@@ -180,6 +180,10 @@ class HubLink:
         """Return the history, and the mark of the attempt in which this version was published, if one was begun."""
         own, marks = self._machine.identity, {each.number: each.mark.hex() for each in self.directive.attempts}
         return f"{own.run}/{own.model}/{marks.get(attempt_of(version), '')}".removesuffix("/")
+
+    def is_awaited(self, key: ShardKey) -> bool:
+        """Return whether others read what this worker is to convert, as far as the hub knew when it chose it."""
+        return self._machine.claims.get(key, True)
 
     def ask(self, make: Callable[[int], session.Request], deadline: float) -> Future[messages.Reply]:
         """Send the request that `make` builds from its number. deadline: on time.monotonic().

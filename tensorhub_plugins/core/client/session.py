@@ -173,7 +173,7 @@ class Session:
     holdings: dict[ShardKey, m.Holding] = field(default_factory=dict)
     offered: dict[ShardKey, int] = field(default_factory=dict)  # for each holding: its last Publish
     retained: set[ShardKey] = field(default_factory=set)  # for retention only
-    claims: dict[ShardKey, None] = field(default_factory=dict)
+    claims: dict[ShardKey, bool] = field(default_factory=dict)  # whether others read it
     retain: m.Retain | None = None  # the last one that was answered
     retain_serial: int = 0  # of that one
     seen: int = 0  # the newest version that the hub has named
@@ -447,7 +447,7 @@ class Session:
                 if reply.generation:
                     self.resolved, self.generation = reply.version, reply.generation
                 if reply.claim is not None:
-                    self.claims[reply.claim] = None
+                    self.claims[reply.claim] = reply.awaited
             case m.Begin(), m.Begun(_, attempt):
                 self.mark = attempt.mark
                 self._direct(m.Directive(attempts=(attempt,)))

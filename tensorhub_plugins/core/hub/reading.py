@@ -37,6 +37,8 @@ class Reading:
     def try_acquire(self, pending: Pending, acquire: m.Acquire, now: float) -> m.Reply | None:
         """Return sources for this reader; None: not yet. Refused at the deadline, or when the version is gone."""
         history = pending.worker.history
+        if acquire.layouts[0] != CHECKPOINT:
+            pending.worker.prefers = acquire.layouts[0]
         number = acquire.version or self.resolve_latest(pending, acquire, now)
         if isinstance(number, m.Refused):
             return number
@@ -282,7 +284,16 @@ class Reading:
             claim=claim,
             generation=generation,
             hub=registry.session,
+            awaited=claim is None or self._is_awaited(worker, claim),
         )
+
+    def _is_awaited(self, worker: Worker, key: ShardKey) -> bool:
+        """Return whether another replica has asked for what this one converts, which to offer may take as long as the
+        conversion. Of one that has not converted before nothing is known: others may be about to start."""
+        history, mine = worker.history, worker.hello.replica
+        if history.converters.get((key.layout, key.shard_count)) != mine:
+            return True
+        return any(each.prefers == key.layout and each.hello.replica != mine for each in history.workers.values())
 
     def _grant_of(
         self, pending: Pending, acquire: m.Acquire, version: Version, found: Found, shard: int, now: float

@@ -235,6 +235,7 @@ class Worker(_Referred):
     withdrawn: dict[ShardKey, int] = field(default_factory=dict)  # -> its Unpublish
     aside: dict[ShardKey, Aside] = field(default_factory=dict)  # see permissions.py
     claims: dict[ShardKey, Claim] = field(default_factory=dict)
+    prefers: str = ""  # the engine's layout that it has asked for last
     holdings_checksum: int = 0  # `messages.holdings_checksum`; 0: to be computed again
     corrupt_segments: int = 0  # that readers got from it
     doubts: dict[tuple[ShardKey, bytes], float] = field(default_factory=dict)  # (key, reader) of recent reports to it

@@ -278,8 +278,7 @@ class Publish(_Message, frozen=True):
 
 class Unpublish(_Message, frozen=True):
     """Grant no more leases on these shards; answer when no reader is left, or at the deadline.
-    gone: the worker does not have them any more, whatever the answer.
-    """
+    gone: the worker does not have them any more, whatever the answer."""
 
     request_id: Count
     keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=HOLDINGS_MAX)]
@@ -504,6 +503,7 @@ class Granted(_Message, frozen=True):
     claim: ShardKey | None = None  # the shard this reader is now expected to convert and publish
     generation: Count = 0  # the generation of "latest" in which its replica agreed on this version; 0: none
     hub: HubLife = b""  # the one that has granted it
+    awaited: bool = True  # others read the layout of that claim
 
 
 class Visible(_Message, frozen=True):

@@ -153,7 +153,7 @@ class InstallFailed:
 class Served:
     """This worker now offers the version to peers."""
 
-    version: int
+    version: int | None  # None: it offers none, because it has no readers
 
 
 @dataclass(frozen=True)

@@ -542,6 +542,10 @@ class Updater:
         key = ShardKey(version, layout, self.position.shard, self.position.shard_count)
         if key not in self._client.serving():
             if in_host_memory:
+                converts = staged.fetched is not None and staged.fetched.converts
+                if converts and self._client.abandon(version, layout, unless_awaited=True):
+                    self._handle(update_state.Served(None))
+                    return
                 self._make_room(version)
             self._client.publish(version, live, layout, copy=in_host_memory, timeout_s=timeout_s)
         size = sum(tensor.nbytes for tensor in live.values())

@@ -404,6 +404,30 @@ def test_the_engine_of_a_host_that_converted_last_does_so_again(converted: Scena
     assert converted.heard("b/0") == [f"read 2 {RUNTIME} 0<-a/0"]
 
 
+def test_a_converter_hears_whether_others_read_what_it_makes(converted: Scenario) -> None:
+    """B5: what nobody reads is copied, digested and kept for nobody. Of a first conversion nothing is known."""
+
+    def is_awaited(version: int, *others: str) -> bool:
+        converted.publish("trainer/0", version)
+        request = converted.acquire("a/0", version, layouts=(RUNTIME, CHECKPOINT), claim=True, timeout_s=60.0)
+        converted.tell("a/0", m.Release(request))
+        (granted,) = (each for each in converted.inbox.pop("a/0") if isinstance(each, m.Granted))
+        assert granted.claim == ShardKey(version, RUNTIME)
+        for other in others:
+            converted.acquire(other, version, layouts=(RUNTIME, CHECKPOINT), claim=True, timeout_s=60.0)
+        return granted.awaited
+
+    assert not is_awaited(2)
+    assert not is_awaited(3, "c/0")  # it asks while a converts, and waits
+    converted.say("a/0", m.Abandon, key=ShardKey(3, RUNTIME))
+    assert converted.heard("c/0") == [f"read 3 {CHECKPOINT} 0<-trainer/0 and convert"]
+    converted.say("c/0", m.Abandon, key=ShardKey(3, RUNTIME))
+    assert is_awaited(4)
+    converted.tell("c/0", m.Bye())
+    converted.say("a/0", m.Abandon, key=ShardKey(4, RUNTIME))
+    assert not is_awaited(5)
+
+
 def test_it_is_waited_for_only_so_long(converted: Scenario) -> None:
     assert converts(converted, 2, "b/0") == [[]]
     converted.wait(LIMITS.converter_first_s + 0.1)
