@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +67,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=without)
 
 
+def driver_version() -> str:
+    """Of NVIDIA's kernel module, as it says so; "": it does not. How it pins depends on it."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    return ""
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
     terminalreporter.write_line(
@@ -79,4 +88,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if of_gpu and os.environ.get("OUT"):
         file = Path(os.environ["OUT"]) / "gpu.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"gpu": name, "torch": torch.__version__, "figures": of_gpu}, indent=1))
+        of = {"gpu": name, "torch": torch.__version__, "kernel": platform.release(), "driver": driver_version()}
+        file.write_text(json.dumps({**of, "figures": of_gpu}, indent=1))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import time
 from typing import Any
 
 import torch
 from gpu_place import place_named
+from processes import forkserver
 
 from tensorhub_plugins.core import Slab, TensorSpec, copy_all
 from tensorhub_plugins.core.memory import pinning
@@ -17,7 +17,7 @@ from tensorhub_plugins.core.memory import pinning
 @contextlib.contextmanager
 def beside(target: Any, *given: Any) -> Any:
     """Another process, which has begun, and the pipe to it."""
-    context = multiprocessing.get_context("spawn")
+    context: Any = forkserver()
     pipe, child = context.Pipe()
     process = context.Process(target=target, args=(child, *given), daemon=True)
     process.start()

@@ -16,7 +16,8 @@ SEGMENT_SIZE_BYTES = 4 << 20
 
 
 def serve(pipe: Any, kind: str, size_bytes: int, transport: str) -> None:
-    """Offer uint8[size_bytes] of version 1; then overwrite, withdraw or free as it is asked, until the pipe closes."""
+    """Offer uint8[size_bytes] of version 1; then withdraw and overwrite it, offer it again, or free it, as it is asked,
+    until the pipe closes."""
     if kind == "expandable":
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # its name in newer releases
@@ -39,17 +40,23 @@ def serve(pipe: Any, kind: str, size_bytes: int, transport: str) -> None:
         served, slab = create(transport), gpu_place.adopt_on_gpu(weights)
     offer = Offer(ShardKey(1, "checkpoint"), slab.manifest(SEGMENT_SIZE_BYTES), slab)
     offer.mark_all_ready()
-    pipe.send(served.serve(SimpleShelf(offer)))
+    shelf = SimpleShelf(offer)
+    pipe.send(served.serve(shelf))
     with contextlib.suppress(EOFError):
         while True:
             what = pipe.recv()
             if what == "withdraw":
                 offer.withdraw()
                 weights["w"].fill_(255)  # the owner goes on at once
+            elif what == "offer":
+                weights["w"].copy_(content(size_bytes))
+                offer = Offer(ShardKey(1, "checkpoint"), slab.manifest(SEGMENT_SIZE_BYTES), slab)
+                offer.mark_all_ready()
+                shelf.put(offer)
             elif what == "free":
                 served.close()
                 slab.close()
-                offer, slab = None, None
+                offer, slab, shelf = None, None, None
                 weights.clear()
                 if kind in ("gpu", "expandable"):
                     torch.cuda.synchronize()
@@ -74,8 +81,8 @@ class Source:
     """Such a process, and its endpoint."""
 
     def __init__(self, kind: str, size_bytes: int, transport: str = "cuda_ipc") -> None:
-        is_on_gpu = kind in ("gpu", "expandable")  # its environment is set before torch is imported
-        context: Any = multiprocessing.get_context("spawn") if is_on_gpu else forkserver()
+        # Its environment is set before torch is imported, which takes five seconds.
+        context: Any = multiprocessing.get_context("spawn") if kind == "expandable" else forkserver()
         self._pipe, child = context.Pipe()
         self.process = context.Process(target=serve, args=(child, kind, size_bytes, transport), daemon=True)
         self.process.start()
@@ -83,10 +90,14 @@ class Source:
         self.endpoint: str = self._pipe.recv()
 
     def ask(self, what: str, *, waits: bool = True) -> None:
-        """ "withdraw" or "free"."""
+        """ "withdraw", "offer" or "free"."""
         self._pipe.send(what)
         if waits:
-            self._pipe.recv()
+            self.hear()
+
+    def hear(self) -> None:
+        """Wait until what was asked is done."""
+        self._pipe.recv()
 
     def kill(self) -> None:
         self.process.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -53,7 +52,7 @@ def serve(pipe: Any, meets: Any, place: str, address: str, rank: int, ranks: int
 @contextlib.contextmanager
 def trainer(place: str, address: str, *, ranks: int, count: int, size_bytes: int) -> Iterator[Any]:
     """publish(version) -> seconds of the slowest rank; each keeps its share of `count` tensors."""
-    context: Any = multiprocessing.get_context("spawn") if place == "gpu" else forkserver()
+    context: Any = forkserver()
     meets = context.Barrier(ranks)
     pipes, processes = [], []
     for rank in range(ranks):

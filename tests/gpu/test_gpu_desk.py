@@ -1,8 +1,10 @@
-"""What a desk check could not settle: pinning beside a neighbour's decoding, a training loop that has no room, a source
-that captures, a start behind a killed engine, borrowing in another process, and the order by torch's own sanitizer."""
+"""What a desk check could not settle (recipes/bench/gpu/README.md has its ten tests): pinning beside a
+neighbour's decoding, a training loop that has no room, a source that captures, a start behind a killed engine,
+borrowing in another process, and the order by torch's own sanitizer."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import statistics
 import subprocess
@@ -153,6 +155,14 @@ def test_a_source_that_captures_is_waited_for(place, clients):
 
 # --- borrowed memory, by another process ---
 
+PINS_READ_ONLY = "CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED"  # 113 in cuda.h
+
+
+def attribute() -> int:
+    found = ctypes.c_int(-1)
+    ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(found), ctypes.c_int(113), ctypes.c_int(0))
+    return found.value
+
 
 @pytest.mark.gpu
 def test_another_process_installs_from_borrowed_memory():
@@ -168,7 +178,7 @@ def test_another_process_installs_from_borrowed_memory():
         lender.publish(1, weights)
         with beside(borrow, hub.address, size_bytes) as (_, pipe):
             unpinned, seconds, total = pipe.recv()
-    print(f"borrowed: {size_bytes / seconds / 1e9:.1f} GB/s, {unpinned or 'pinned'}")
+    print(f"borrowed: {size_bytes / seconds / 1e9:.1f} GB/s, {unpinned or 'pinned'}; {PINS_READ_ONLY}: {attribute()}")
     assert total == int(weights["w"][::4099].sum())
     assert unpinned is None or "801" in unpinned, unpinned
     assert size_bytes / seconds > 10e9, "through pinned pieces by several threads, if it cannot be pinned"
@@ -211,7 +221,7 @@ def test_the_order_is_right_by_sanitizers(which, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "fp8"])
 def test_installs_of_vllms_layers_take_the_passes_that_the_cpu_says(kind):
     """One rank of a large model with one thread of torch, its layers on the device: seconds, passes and host memory."""
     if not torch.cuda.is_available():

@@ -22,7 +22,8 @@ def test_pinning_beside_a_transfer_loses_no_source(place, clients):
     count = 8
     weights = {f"w{n}": place.random(size_bytes // count, n) for n in range(count)} if not place.is_gpu else {}
     if place.is_gpu:  # in host memory: what is pinned is what is measured
-        weights = {f"w{n}": torch.randint(0, 256, (size_bytes // count,), dtype=torch.uint8) for n in range(count)}
+        block = torch.randint(0, 256, (1 << 26,), dtype=torch.uint8)
+        weights = {f"w{n}": block.roll(n).repeat(size_bytes // count // len(block)) for n in range(count)}
     trainer, rollout = clients("trainer"), clients("rollout", limits=TransferLimits(stall_s=5.0))
     trainer.publish(1, weights, copy=False)
     found = rollout.fetch(1, timeout_s=300).tensors()

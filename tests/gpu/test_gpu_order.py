@@ -7,8 +7,9 @@ import time
 
 import pytest
 import torch
-from gpu_place import values
+from gpu_place import CYCLES_A_MS, values
 
+from tensorhub_plugins.core import Held, Publisher, contiguous_spec
 from tensorhub_plugins.core.device import Device
 
 GIB = 1 << 30
@@ -41,13 +42,39 @@ def test_without_the_wait_half_a_step_is_published(place, clients, monkeypatch):
             place.check()
 
 
-@pytest.mark.parametrize("copy", [True, False])
-def test_host_memory_that_is_published_was_written(place, clients, copy):
+@pytest.mark.parametrize("way", ["a copy", "in place", "parts"])
+def test_host_memory_that_is_published_was_written(place, clients, way):
     """Of weights that were offloaded with non_blocking=True a moment ago."""
-    trainer, rollout = clients("trainer"), clients("rollout")
-    weights = {"w": place.offload_late(place.size(GIB, 10_000), 7)}
-    trainer.publish(1, weights, copy=copy)
+    rollout, weights = clients("rollout"), {"w": place.offload_late(place.size(GIB, 10_000), 7, ms=200)}
+    publish(clients("trainer"), weights, way)
     assert values(place.content(rollout.fetch(1).tensors()["w"])) == {7}
+
+
+def publish(trainer, weights, way):
+    """Version 1, as a trainer's rank does in one of these ways."""
+    if way != "parts":
+        trainer.publish(1, weights, copy=way == "a copy")
+        return
+    publisher = Publisher(trainer, rank=0, ranks=1, worker="trainer/0", keep=1, timeout_s=120)
+    specs = {name: contiguous_spec(name, each.dtype, each.shape) for name, each in weights.items()}
+    publisher.publish_parts(1, [Held(specs[name], each) for name, each in weights.items()])
+    publisher.settle()
+
+
+@pytest.mark.heavy  # it imports verl
+def test_what_verl_has_just_offloaded_is_published_as_it_was(place, clients):
+    """verl's own function, which says that the host must not read what it returns without a wait."""
+    utils = pytest.importorskip("verl.utils.fsdp_utils", exc_type=ImportError)
+    model = torch.nn.Linear(place.size(16_384, 50), place.size(16_384, 50), bias=False, device=place.torch_device)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        if place.is_gpu:
+            torch.cuda._sleep(200 * CYCLES_A_MS)
+        model.weight.fill_(2.0)
+    utils.offload_fsdp2_model_to_cpu(model, empty_cache=False)
+    assert model.weight.device.type == "cpu" and (model.weight.is_pinned() or not place.is_gpu)
+    publish(clients("trainer"), {"w": model.weight.data}, "parts")
+    assert clients("rollout").fetch(1).tensors()["w"].unique().tolist() == [2.0]
 
 
 def test_without_the_wait_memory_is_published_that_was_not_written(place, clients, monkeypatch):
@@ -56,7 +83,7 @@ def test_without_the_wait_memory_is_published_that_was_not_written(place, client
     if not place.is_gpu:
         place.simulation.random.random = lambda: 1.0  # nothing runs that nobody waits for
     weights = {"w": place.offload_late(place.size(GIB, 10_000), 7, ms=500)}
-    clients("trainer").publish(1, weights)
+    publish(clients("trainer"), weights, "a copy")
     assert values(place.content(clients("rollout").fetch(1).tensors()["w"])) != {7}
     monkeypatch.undo()
     place.device.synchronize()

@@ -24,8 +24,9 @@ BLOCK = [128, 128]  # numbers that have one scale
 def main(kind: str, gb: float, tp: int) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        device = os.environ.get("DEVICE", "cpu")
         if kind == "fp8":
-            install_twice(*quantized(Path(folder), gb, tp))
+            install_twice(*quantized(Path(folder), gb, tp, device))
             return
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -35,7 +36,6 @@ def main(kind: str, gb: float, tp: int) -> None:
 
         config = of_transformers(kind, round(gb / LAYER_GB[kind]) or 1)
         config.save_pretrained(folder)
-        device = os.environ.get("DEVICE", "cpu")
         with made(Path(folder), Rank(tp, 0), device=device) as (model, vllm_config), cpu.live_layers():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -99,7 +99,7 @@ class Layers(torch.nn.Module):
         return set(parameters)
 
 
-def quantized(folder: Path, gb: float, tp: int) -> tuple[Any, Any, Any]:
+def quantized(folder: Path, gb: float, tp: int, device: str) -> tuple[Any, Any, Any]:
     """Return vLLM's own FP8 layers of one rank, the configuration, and the shapes of a checkpoint of floats."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
@@ -109,10 +109,11 @@ def quantized(folder: Path, gb: float, tp: int) -> tuple[Any, Any, Any]:
 
     from recipes.bench.sizes.ranks import _described
 
-    config: Any = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    config: Any = VllmConfig(device_config=DeviceConfig(device=device))
     config.quant_config = fp8.Fp8Config(True, "dynamic", weight_block_size=BLOCK)
-    fp8.init_fp8_linear_kernel = lambda **settings: Kernel()
-    with set_current_vllm_config(config):
+    if device == "cpu":
+        fp8.init_fp8_linear_kernel = lambda **settings: Kernel()
+    with set_current_vllm_config(config), torch.device(device):
         init_distributed_environment(1, 0, f"file://{folder / 'meeting'}", 0, "gloo")
         initialize_model_parallel(1, 1)
         parallel_state._TP = _described(parallel_state._TP, tp, 0)
