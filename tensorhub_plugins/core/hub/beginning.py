@@ -16,7 +16,7 @@ from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import History, Pending, Worker, check_of
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import Attempt
-from tensorhub_plugins.core.types import ATTEMPTS_MAX, CHECKPOINT, attempt_of
+from tensorhub_plugins.core.types import ATTEMPTS_MAX, attempt_of
 
 RIVALS_NAMED_MAX = 8
 
@@ -164,7 +164,7 @@ def _made(history: History) -> list[int]:
 
 def is_trainer(worker: Worker) -> bool:
     """Return whether it has published, or begun an attempt, or is about to. A reader is none, whatever it claims."""
-    holds = any(h.is_published and key.layout == CHECKPOINT for key, h in worker.holdings.items())
+    holds = any(h.is_published for h in worker.holdings.values())
     return holds or bool(worker.mark) or any(isinstance(p.message, m.Begin) for p in worker.pending.values())
 
 

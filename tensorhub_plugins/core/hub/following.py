@@ -38,6 +38,7 @@ class Following:
     def try_wait(self, pending: Pending, wait: m.Wait, now: float) -> m.Reply | None:
         """Return a version that this reader may have; None: not yet. Refused at the deadline."""
         history = pending.worker.history
+        self._note_loop(pending.worker, wait, now)
         number = history.latest(max(wait.newer_than + 1, history.floor(pending.worker.seen_version)))
         if number is not None and number <= wait.newer_than:  # pinned
             number = None
@@ -88,8 +89,8 @@ class Following:
         A question that does not wait, and names none, says nothing of that."""
         if not (target.refused or target.timeout_s):
             return
-        if worker.installed != target.installed:
-            worker.installed, worker.installed_at = target.installed, now
+        self._note_installed(worker, target.installed, now)
+        worker.runs_what_it_reads = False  # an engine may read long before it installs
         worker.failure = target.failure
         newest = max(target.refused, default=0)
         refusal = (newest, target.why) if newest > target.installed else (0, "")
@@ -97,6 +98,30 @@ class Following:
             worker.refusal = refusal
             if newest := refusal[0]:
                 self._outbox.log(f"{worker.name} cannot install version {version_text(newest)}: {target.why}")
+
+    def _note_loop(self, worker: Worker, wait: m.Wait, now: float) -> None:
+        """Remember that it has this version and wants the next: a loop by hand asks so. A trainer, which asks when it
+        may unpublish, is no follower."""
+        if wait.version or not wait.timeout_s or worker.published_size_bytes:
+            return
+        self._note_installed(worker, wait.newer_than, now)
+        worker.runs_what_it_reads = True
+
+    def note_read(self, worker: Worker, version: int, now: float) -> None:
+        """Note that a follower has read this version. What it read for others is older than what it has seen.
+
+        A worker of an engine asks as a follower once, before it has any version; afterwards its engine says what runs,
+        if it follows."""
+        if worker.installed is None or version != worker.seen_version:
+            return
+        if worker.runs_what_it_reads:
+            self._note_installed(worker, version, now)
+        elif not worker.installed:
+            worker.installed = None
+
+    def _note_installed(self, worker: Worker, version: int, now: float) -> None:
+        if worker.installed != version:
+            worker.installed, worker.installed_at = version, now
 
     # --- operators ---
 

@@ -587,7 +587,8 @@ class Hub:
         if pending is not None:  # the reader abandoned it before it was answered
             self.registry.waiters.remove(pending)
         lease = worker.leases.get(request_id)
-        if lease is None or shard is None or set(lease.sources) <= {shard}:
+        is_last = lease is None or shard is None or set(lease.sources) <= {shard}
+        if is_last:
             # its Acquire, if duplicated or late on the way, must not begin again
             self._outbox.remember(worker, m.Done(request_id))
         if lease is None:
@@ -597,6 +598,8 @@ class Hub:
         way, size_bytes, wire_size_bytes = release.came
         if shard in lease.sources and way in WAYS:
             worker.history.note_read(way, size_bytes, wire_size_bytes)
+            if is_last and not (release.lost or release.corrupt):
+                self._following.note_read(worker, lease.version, now)
         for each in list(lease.sources) if shard is None else [shard]:
             source = self.registry.workers.get(lease.sources.get(each, b""))
             if release.lost and source is not None:

@@ -76,8 +76,9 @@ class Holding:
 
     @property
     def is_published(self) -> bool:
-        """Return whether a trainer has published it, which is what makes versions."""
-        return self.origin == "published" and self.worker.role != "reader"
+        """Return whether a trainer has published it, which is what makes versions. An engine publishes what it has
+        converted, in its own layout."""
+        return self.origin == "published" and self.worker.role != "reader" and self.key.layout == CHECKPOINT
 
     @property
     def stays(self) -> bool:
@@ -219,6 +220,7 @@ class Worker(_Referred):
     failure: str = ""  # of its last try to install one, as a follower; "": it went well
     installed: int | None = None  # what it runs, as a follower (0: nothing yet); None: it follows nothing
     installed_at: float = 0.0  # when it was first heard to run that
+    runs_what_it_reads: bool = False  # a loop by hand: it asks for the next version by `wait`, and says nothing else
     holdings: dict[ShardKey, Holding] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)  # as a reader
     readers: dict[tuple[bytes, int], Lease] = field(default_factory=dict)  # as a source
@@ -245,6 +247,7 @@ class Worker(_Referred):
     is_said_unreached: bool = False  # that a reader cannot connect to this one
     room_bytes: int = 0  # free for copies that others need, as last reported
     worked: int = 0  # likewise: pieces of work
+    worked_at: float = 0.0  # when it last reported more of them
     lacks: str = ""  # likewise: what the system has refused its process lately
     is_leaving: bool = False  # it hands over what only it has
     published_size_bytes: int = 0  # what it holds of what it has published

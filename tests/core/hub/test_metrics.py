@@ -6,6 +6,7 @@ import re
 import socket
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hub_scenarios import Scenario
@@ -76,6 +77,54 @@ def test_replicas_that_are_stuck_show_in_the_lag(run: Scenario) -> None:
     assert figures(run)["followers_behind"] == before["followers_behind"] == 0
 
 
+def test_a_loop_that_only_waits_shows_in_the_lag_too(run: Scenario) -> None:
+    """As in README: it waits for a version newer than its own, reads it, and works with it."""
+    run.join("loop/0")
+    run.say("loop/0", m.Wait, version=0, newer_than=0, timeout_s=30.0)
+    assert (figures(run)["followers"], figures(run)["follower_lag_steps_max"]) == (3, 9)
+    read_whole(run, "loop/0", corrupt=(0,))
+    assert figures(run)["follower_lag_steps_max"] == 9
+    read_whole(run, "loop/0")
+    assert figures(run)["follower_lag_steps_max"] == 0  # it has not asked again, and works with what it has read
+    for version in range(10, 17):
+        run.wait(10.0)
+        run.publish("trainer/0", version)
+    for name in ("a/0", "b/0"):
+        follows(run, name, 16)
+    assert (figures(run)["followers_behind"], figures(run)["follower_lag_steps_max"]) == (1, 7)
+    assert figures(run)["follower_behind_seconds_max"] == pytest.approx(60.0, abs=1.0)
+    run.say("loop/0", m.Wait, version=0, newer_than=9, timeout_s=30.0)
+    assert figures(run)["follower_lag_steps_max"] == 7
+    read_whole(run, "loop/0")
+    assert figures(run)["followers_behind"] == 0
+
+
+def test_who_only_looks_whether_there_is_a_version_follows_nothing(run: Scenario) -> None:
+    run.join("looks/0")
+    run.say("looks/0", m.Wait, version=9, newer_than=0, timeout_s=30.0)
+    run.say("looks/0", m.Wait, version=0, newer_than=3, timeout_s=0.0)
+    run.say("trainer/0", m.Wait, version=0, newer_than=9, timeout_s=30.0)  # when it may unpublish that
+    assert figures(run)["followers"] == 2
+
+
+def test_a_worker_of_an_engine_is_no_follower_once_it_has_started(run: Scenario) -> None:
+    """It asks once, before it has a version; what the engine runs says its own follower."""
+    run.join("engine/0")
+    follows(run, "engine/0", 0)
+    assert (figures(run)["followers"], figures(run)["followers_behind"]) == (3, 1)
+    read_whole(run, "engine/0")
+    assert (figures(run)["followers"], figures(run)["followers_behind"]) == (2, 0)
+    run.publish("trainer/0", 10)
+    follows(run, "a/0", 9)
+    read_whole(run, "a/0")  # as an engine that installs later: it says when
+    assert figures(run)["followers_behind"] == 2
+
+
+def read_whole(run: Scenario, name: str, **ended: Any) -> None:
+    request = run.acquire(name)
+    run.tell(name, m.Release(request, 0, came=("same_host shm", 100, 0), **ended))
+
+
 def test_a_refused_version_shows(run: Scenario) -> None:
     run.publish("trainer/0", 10)
     follows(run, "a/0", 9, refused=(10,), why="other shapes")
@@ -106,8 +155,17 @@ def test_a_source_that_nobody_reaches_shows(run: Scenario) -> None:
 
 def test_a_version_that_only_its_trainer_has_shows(run: Scenario) -> None:
     """The second copy is a rollout's own layout."""
-    run.publish("a/0", 9, "runtime:f", origin="replicated")
+    run.publish("a/0", 9, "runtime:f")
     assert figures(run)["newest_replicas"] == 2
+
+
+def test_an_engine_that_converts_is_no_trainer(run: Scenario) -> None:
+    before = figures(run)
+    run.publish("a/0", 9, "runtime:f")
+    found = figures(run)
+    assert (found["trainers"], found["published_bytes"]) == (before["trainers"], before["published_bytes"]) == (1, 100)
+    run.publish("b/0", 9, CHECKPOINT)  # the control: a second trainer, of the same bytes
+    assert (figures(run)["trainers"], figures(run)["published_bytes"]) == (2, 200)
 
 
 def test_a_memory_that_gets_full_shows(run: Scenario) -> None:
