@@ -17,7 +17,7 @@ CEILINGS = {
     "core/hub": 5_545,
     "core/kernels": 560,
     "core/memory": 3_715,
-    "core/operations": 1_790,
+    "core/operations": 1_820,
     "core/protocol": 1_160,
     "core/security": 720,
     "core/transfer": 1_947,

@@ -120,7 +120,7 @@ class Reading:
                 if converts and (self._registry.recovering(now) or self._gives_way(pending, acquire, now)):
                     break
                 return Found(layout, shard_count, sources, converts)
-            if acquire.claim and self.is_converted_elsewhere(version, worker, layout, acquire.exclude):
+            if acquire.claim and converter_of(version, worker, layout, acquire.exclude):
                 return None  # wait for it instead of reading the next layout and doing the same work
         return None
 
@@ -160,7 +160,7 @@ class Reading:
             )
 
         for layout in acquire.layouts:
-            if self.is_converted_elsewhere(version, worker, layout, acquire.exclude):
+            if converter_of(version, worker, layout, acquire.exclude):
                 return False
             for shard_count in {count for held, count in version.layouts() if held == layout}:
                 shards = shards_needed(worker, acquire, layout, shard_count)
@@ -193,32 +193,11 @@ class Reading:
 
     # --- which reader converts ---
 
-    def is_converted_elsewhere(
-        self, version: Version, worker: Worker, layout: str, exclude: tuple[bytes, ...] = ()
-    ) -> bool:
-        """Return whether another worker is expected to publish this layout of the version."""
-        # One replica converts all its shards. If the first shard were claimed by one replica and the second by another,
-        # each would wait for the other: none can install, and so convert, before all its own workers are ready.
-        mine = _claim_key(version, worker, layout)
-        for key, claim in version.claims.items():
-            others = claim.worker.hello.replica != worker.hello.replica
-            same = (key.layout, key.shard_count) == (mine.layout, mine.shard_count)
-            if claim.is_waited_for and ((key == mine and claim.worker is not worker) or (others and same)):
-                return True
-        # all its holders may be busy, or still reading it: waiting is still cheaper than to convert again
-        return layout != CHECKPOINT and any(
-            h.unpublishing is None
-            and h.worker is not worker
-            and h.worker.session not in exclude
-            and (h.complete or mine in h.worker.reading)
-            for h in version.holders(mine).values()
-        )
-
     def extend_claims(self, worker: Worker, worked: int, now: float) -> None:
         """Have others wait for claim_s from now, if this worker has worked since its last heartbeat."""
         if worked <= worker.worked:
             return
-        worker.worked = worked
+        worker.worked, worker.worked_at = worked, now
         until = now + self._registry.limits.claim_s
         for claim in worker.claims.values():
             if claim.is_waited_for and until - claim.deadline >= EXTEND_SHARE * self._registry.limits.claim_s:
@@ -372,3 +351,33 @@ def _ends_at(pending: Pending, acquire: m.Acquire) -> float:
 
 def _claim_key(version: Version, worker: Worker, layout: str) -> ShardKey:
     return version.key(layout, worker.hello.shard, worker.hello.shard_count)
+
+
+def converter_of(version: Version, worker: Worker, layout: str, exclude: tuple[bytes, ...] = ()) -> Worker | None:
+    """Return another worker that is expected to publish this layout of the version; None: none is."""
+    # One replica converts all its shards. If the first shard were claimed by one replica and the second by another,
+    # each would wait for the other: none can install, and so convert, before all its own workers are ready.
+    mine = _claim_key(version, worker, layout)
+    for key, claim in version.claims.items():
+        others = claim.worker.hello.replica != worker.hello.replica
+        same = (key.layout, key.shard_count) == (mine.layout, mine.shard_count)
+        if claim.is_waited_for and ((key == mine and claim.worker is not worker) or (others and same)):
+            return claim.worker
+    # all its holders may be busy, or still reading it: waiting is still cheaper than to convert again
+    for h in version.holders(mine).values() if layout != CHECKPOINT else ():
+        may_serve = h.unpublishing is None and h.worker.session not in exclude
+        if may_serve and h.worker is not worker and (h.complete or mine in h.worker.reading):
+            return h.worker
+    return None
+
+
+def awaited(worker: Worker) -> tuple[Pending, int, Worker | None] | None:
+    """Return its oldest read that has no source yet, the version, and the worker that converts that or is too busy."""
+    for pending in worker.pending.values():
+        acquire = pending.message
+        if isinstance(acquire, m.Acquire) and (number := acquire.version or pending.version):
+            version = worker.history.versions.get(number)
+            may_wait = acquire.claim and version is not None and version.visible
+            layout, exclude = acquire.layouts[0], acquire.exclude
+            return pending, number, converter_of(version, worker, layout, exclude) if version and may_wait else None
+    return None

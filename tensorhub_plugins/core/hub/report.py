@@ -12,6 +12,7 @@ from tensorhub_plugins.core.hub import standing, unreached
 from tensorhub_plugins.core.hub.copies import Copies, Counted
 from tensorhub_plugins.core.hub.limits import ANSWER_SIZE_BYTES_MAX
 from tensorhub_plugins.core.hub.publishing import spenders
+from tensorhub_plugins.core.hub.reading import awaited
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import History, Holding, Lease, Room, Version, Worker, checksum_of
 from tensorhub_plugins.core.protocol import messages as m
@@ -151,12 +152,29 @@ def _worker(registry: Registry, worker: Worker, now: float, shut: list[str]) -> 
         "bytes_published": worker.published_size_bytes,
         "preemptible": worker.hello.preemptible,
         "pending": len(worker.pending),
+        "waits": _awaited(worker, now),
         "corrupt_segments": worker.corrupt_segments,
         "refuses": {**_number(refused), "why": why} if refused else None,
         "fails": worker.failure,
         "lacks": worker.lacks,
         "unreached": unreached.summary_of(worker, shut),
     }
+
+
+def _awaited(worker: Worker, now: float) -> dict[str, object] | None:
+    """Return which version it has no source of yet, and the worker that converts that."""
+    if (found := awaited(worker)) is None:
+        return None
+    pending, number, other = found
+    said: dict[str, object] = {**_number(number), "waits_s": round(now - pending.since, 3), "converter": None}
+    if other is not None:
+        said["converter"] = {
+            "worker": other.name,
+            "host": other.hello.location.host,
+            "converts": any(key.version == number for key in other.claims),
+            "worked_s": round(now - other.worked_at, 3) if other.worked else None,
+        }
+    return said
 
 
 def _lease(registry: Registry, lease: Lease, now: float) -> dict[str, object]:

@@ -118,6 +118,10 @@ def _followers(model: Report, hub: str, late_s: float) -> Found:
                 f"; {lease['reader']} reads from {', '.join(set(lease['sources'].values()))}{rate_text(lease)}"
             )
             to_do = f"if that is slow for this link, `tensorhub bench` measures it; else {to_do}"
+        for worker in [each for each in _engines_of(late, model) if each.get("waits")][:1]:
+            causes.append(f"; {worker['worker']} {waits_text(worker)}")
+            if other := worker["waits"]["converter"]:
+                to_do = f"see the log of {other['worker']}"
         what = (
             f"{len(late)} of {len(followers)} followers install nothing newer: {_names(late)}, up to {steps} steps "
             f"behind, for {ago(seconds)}{''.join(causes)}"
@@ -125,17 +129,41 @@ def _followers(model: Report, hub: str, late_s: float) -> Found:
         yield "late", what, to_do
 
 
+def waits_text(worker: Report) -> str:
+    """Return what it waits for before it can read, and how that goes on; "": it waits for nothing."""
+    if not (waits := worker.get("waits")):
+        return ""
+    version, other = version_label(waits["version"]), waits["converter"]
+    if other is None:
+        return f"has waited {ago(waits['waits_s'])} for a source of version {version}"
+    does = "converts it" if other["converts"] else "has it, or reads it, and has no room for more readers"
+    if other["converts"] and other["worked_s"] is not None:
+        does = f"{does} (last piece of work {ago(other['worked_s'])} ago)"
+    return f"has waited {ago(waits['waits_s'])} for version {version} from {_name(other)}, which {does}"
+
+
 def _reads_of(followers: Sequence[Report], model: Report) -> list[Report]:
-    """Return the reads of these followers. An engine follows under its replica's name and "-follow"."""
-    replicas = {worker["worker"].partition("/")[0].removesuffix("-follow") for worker in followers}
-    return [lease for lease in model["leases"] if lease["reader"].partition("/")[0] in replicas]
+    """Return the reads of these followers."""
+    replicas = {_replica(worker["worker"]) for worker in followers}
+    return [lease for lease in model["leases"] if _replica(lease["reader"]) in replicas]
+
+
+def _engines_of(followers: Sequence[Report], model: Report) -> list[Report]:
+    """Return the workers that read for these followers."""
+    replicas = {_replica(worker["worker"]) for worker in followers}
+    return [worker for worker in model["workers"] if _replica(worker["worker"]) in replicas]
+
+
+def _replica(worker: str) -> str:
+    """Return the replica of this worker: an engine follows under its name and "-follow"."""
+    return worker.partition("/")[0].removesuffix("-follow")
 
 
 def _workers(model: Report, hub: str, late_s: float) -> Found:
     silent = [worker for worker in model["workers"] if worker.get("silent")]
     if silent:
         what = f"{_names(silent, at_hosts=True)} not heard for {ago(max(worker['last_heard_s'] for worker in silent))}"
-        yield "silent", what, "a frozen process, or a cut link: see that node"
+        yield "silent", what, "a killed or frozen process, or a cut link: see that node"
     if lost := model.get("lost"):
         what = f"{_names(lost, at_hosts=True)} lost, {ago(min(worker['seconds_ago'] for worker in lost))} ago"
         yield "lost", what, "see its node and its log; `tensorhub fleet list` shows what has replaced it"

@@ -135,6 +135,8 @@ def _worker_lines(worker: dict[str, Any]) -> list[str]:
         lines.append(f"    it cannot install version {version_label(refuses['version'])}: {why}")
     elif worker.get("fails"):
         lines.append(f"    its last try to install one failed: {worker['fails']}")
+    if waits := wrong.waits_text(worker):
+        lines.append(f"    it {waits}")
     if worker.get("unreached"):
         lines.append(f"    {worker['unreached']}")
     return lines

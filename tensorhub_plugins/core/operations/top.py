@@ -55,6 +55,9 @@ def _model(model: Report) -> Model:
     for lease in model["leases"]:
         reads.setdefault(lease["reader"], set()).update(lease["sources"].values())
         rates[lease["reader"]] += lease.get("bytes_per_s", 0)
+    for each in model["workers"]:
+        if other := (each.get("waits") or {}).get("converter"):
+            reads.setdefault(each["worker"], {f"waits for {other['worker']}"})
     workers = sorted(((each, _state(each)) for each in model["workers"]), key=_order)
     sources = {
         name: f"{' '.join(sorted(names))}{rate_text({'bytes_per_s': rates[name]})}" for name, names in reads.items()
@@ -77,6 +80,7 @@ def _state(worker: Report) -> str:
         "fails": worker.get("fails"),
         "corrupt": worker.get("corrupt_segments"),
         "unreached": worker.get("unreached"),
+        "lacks": worker.get("lacks"),
     }
     return " ".join(word for word, is_so in words.items() if is_so)
 

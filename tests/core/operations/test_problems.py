@@ -15,7 +15,7 @@ from tensorhub_plugins.core.operations import problems
 from tensorhub_plugins.core.operations.problems import Problem, ago
 from tensorhub_plugins.core.operations.status import status_text
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import Location
+from tensorhub_plugins.core.types import CHECKPOINT, Location
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "operate.md"
 
@@ -67,6 +67,34 @@ def test_followers_that_stand_still(run: Scenario) -> None:
     assert found(run)["late"].what.endswith("; it says: the fetch needs 7 GB of memory, and 2 are free")
     follows(run, "a/0", 16)
     assert found(run) == {}
+
+
+def test_who_waits_for_what_another_engine_converts_says_so(run: Scenario) -> None:
+    runtime = {"layouts": ("runtime:f", CHECKPOINT), "claim": True, "timeout_s": 200.0}
+    publish(run, 10)
+    follows(run, "a/0", 10)
+    for name in ("c/0", "d/0"):
+        run.join(name, location=Location(host=f"node-{name[0]}"))
+    run.acquire("c/0", 10, **runtime)
+    run.beat("c/0", worked=7)
+    run.acquire("d/0", 10, **runtime)
+    follows(run, "d/0", 9)
+    run.wait(65.0)
+    told = "has waited 65 s for version 10 from c/0 on node-c, which converts it (last piece of work 65 s ago)"
+    text = status_text({**report(run.hub.registry, run.now)})
+    assert f"    it {told}" in text and text.count("has waited") == 2  # the problem, and the worker
+    assert found(run)["late"].what.endswith(f"; d/0 {told}")
+    assert found(run)["late"].to_do == "see the log of c/0"
+    run.publish("c/0", 10, "runtime:f")
+    assert "has waited" not in status_text({**report(run.hub.registry, run.now)})  # it reads
+
+
+def test_who_waits_for_a_version_that_is_not_there_says_so(run: Scenario) -> None:
+    run.acquire("a/0", 11)
+    run.wait(5.0)
+    assert "    it has waited 5 s for a source of version 11" in status_text({**report(run.hub.registry, run.now)})
+    run.acquire("b/0", 9)  # which has one
+    assert status_text({**report(run.hub.registry, run.now)}).count("has waited") == 1
 
 
 def test_one_that_always_gets_the_last_but_one_is_not_late(run: Scenario) -> None:
@@ -136,7 +164,7 @@ def test_a_trainer_that_is_late_and_one_that_is_gone(run: Scenario) -> None:
         found(run)["trainer_late"].what
         == "the trainer has published nothing for 75 s; each version before took at most 10 s"
     )
-    run.publish("a/0", 9, "runtime:f", origin="replicated")
+    run.publish("a/0", 9, "runtime:f")  # as the engine that has converted it does
     run.tell("trainer/0", m.Bye())
     assert list(found(run)) == ["no_trainer"]
 
@@ -244,6 +272,6 @@ def test_what_engines_compile_has_no_trainer_that_could_be_late_or_gone(run: Sce
 
     run.wait(75.0)
     assert (kinds("actor.compiled-0123456789abcdef"), kinds("actor")) == ([], ["trainer_late"])
-    run.publish("a/0", 9, "runtime:f", origin="replicated")
+    run.publish("a/0", 9, "runtime:f")  # as the engine that has converted it does
     run.tell("trainer/0", m.Bye())
     assert (kinds("actor.compiled-0123456789abcdef"), kinds("actor")) == ([], ["no_trainer"])
