@@ -88,7 +88,7 @@ class StoreTransfer:
 
     def resume(self) -> None:
         """Wait until the servers that answer have the version that was sent last, `confirm_s` at most, not for those
-        that refuse it; VersionRefused where all do."""
+        that refuse it, and not while operators have pinned another; VersionRefused where all refuse it."""
         version, end = self._publisher.version(self._step), time.monotonic() + self._confirm_s
         behind = list(self._servers)
         while behind:
@@ -97,7 +97,10 @@ class StoreTransfer:
             refusals = [why for why in lacking.values() if why]
             if behind and len(refusals) == len(self._servers):
                 raise VersionRefused(f"no server can install it: {refusals[0]}", version=version)
-            if behind and (len(refusals) == len(behind) or time.monotonic() >= end):
+            pin = self._client.pinned if self._client is not None else None
+            held = [f"version {version_label(pin)} is pinned"] if pin not in (None, version) else []
+            if behind and (held or len(refusals) == len(behind) or time.monotonic() >= end):
+                refusals += held
                 text = "version %s: not yet at %s; training goes on%s"
                 logger.warning(text, version_label(version), ", ".join(behind), "".join(f": {why}" for why in refusals))
                 return

@@ -21,7 +21,7 @@ pytest.importorskip("transformers", minversion="5")
 import torch
 import transformers
 from safetensors.torch import load_file
-from vllm_engines import make_model
+from vllm_engines import make_model, wait_until
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Server, UsageError, VersionRefused
 from tensorhub_plugins.core.types import attempt_of
@@ -176,6 +176,24 @@ def test_nobody_waits_for_servers_that_refuse_a_version(
             transfer._servers = [url.rstrip("/")]
             with pytest.raises(VersionRefused, match=r"head\.weight is missing"):
                 transfer.resume()
+
+
+def test_nobody_waits_for_servers_that_a_pin_holds(
+    hub: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_model("qwen2-tied", tmp_path / "model", 1)
+    with joined(hub, folder, confirm_s=600.0) as transfer:
+        transfer.send_weights(trained(folder))
+        first, _ = read(hub)
+        transfer._client.pin(first)
+        wait_until(lambda: transfer._client.pinned == first, "the trainer has heard of the pin")
+        with server_that_says([has(0), has(first)]) as (url, asked):
+            transfer._servers = [url.rstrip("/")]
+            transfer.resume()  # the pinned one is waited for
+            assert len(asked) == 2 and "is pinned" not in caplog.text
+            transfer.send_weights(trained(folder))
+            transfer.resume()
+            assert len(asked) == 3 and f"training goes on: version {first} is pinned" in caplog.text
 
 
 def test_a_server_that_dies_as_it_answers_holds_nobody_up() -> None:
