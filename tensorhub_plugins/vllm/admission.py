@@ -75,6 +75,8 @@ def readiness(said: Following | None, max_behind_s: float = BEHIND_S) -> tuple[i
     why = ""
     if said["broken"]:
         why = "its weights are not whole: an install failed half way, the next one repairs it"
+    elif said.get("paused"):
+        why = "paused: by another client, which resumes it, or by an update of that client's which has failed"
     elif wanted and not said["version"]:
         why = "it has none of the store's versions yet"
     elif behind_s > max_behind_s:

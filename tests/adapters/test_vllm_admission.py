@@ -256,6 +256,9 @@ def test_ready_says_behind() -> None:
     assert readiness(refusing)[1]["why"] == "behind: it cannot install version 6: other"
     assert readiness({**refusing, "wanted": 5, "behind_s": 0.0})[0] == 200  # that was withdrawn
     assert readiness(said(5, broken=True))[0] == 503
+    paused = readiness(said(5, paused=True))
+    assert paused[0] == 503 and str(paused[1]["why"]).startswith("paused: by another client")
+    assert readiness(said(5, paused=False))[0] == 200
     assert readiness(said(0, wanted=3))[0] == 503 and readiness(said(0))[0] == 200  # nothing is published yet
     assert furthest_behind([said(5), said(4), None]) is None and furthest_behind([said(5), said(4)]) == said(4)
     assert lag_of(said(5, wanted=3)) == 0  # it goes back

@@ -142,9 +142,11 @@ def test_a_pause_of_another_client_begins_when_our_update_has_ended(engine: Any)
 
 
 def test_without_an_update_other_clients_are_served_at_once(engine: Any) -> None:
-    assert theirs(engine, lambda: engine.pause_scheduler("abort")).done()
-    assert theirs(engine, engine.resume_scheduler).done()
-    ours(engine, "pause", "install", "resume")
+    assert theirs(engine, lambda: engine.pause_scheduler("abort")).done() and engine.core.is_paused_by_another
+    assert theirs(engine, engine.resume_scheduler).done() and not engine.core.is_paused_by_another
+    ours(engine, "pause")
+    assert engine.paused and not engine.core.is_paused_by_another  # the update has
+    ours(engine, "install", "resume")
     assert theirs(engine, lambda: engine.pause_scheduler("abort")).done()
     assert engine.log[:2] == ["pause abort", "resume"] and engine.log[-1] == "pause abort"
 
@@ -180,9 +182,10 @@ def test_a_pause_of_another_client_while_the_weights_are_broken_lasts(engine: An
     if resumes:  # the control: that client does not want it to stand still any more
         with pytest.raises(UsageError, match="broken"):
             theirs(engine, engine.resume_scheduler)
+    assert not engine.core.is_paused_by_another  # it stands still for its weights first
     engine.broken, engine.resumes = False, True
     ours(engine, "install", "resume")
-    assert engine.paused is not resumes
+    assert engine.paused is engine.core.is_paused_by_another is not resumes
     theirs(engine, engine.resume_scheduler)
     ours(engine, "pause", "install", "resume")  # it was of that time only
     assert not engine.paused

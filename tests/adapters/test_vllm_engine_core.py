@@ -40,7 +40,7 @@ class Core(RecordedEngine):
         super().__init__()
         self.updater = updater
         self.idle, self._available, self.asked, self.version = True, True, 0, 0
-        self.holder, self.asks = "", 0
+        self.holder, self.asks, self.is_paused_by_another = "", 0, False
         self.status: Callable[[], dict[str, Any]] = dict
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loop = threading.Thread(target=self._run)
@@ -135,7 +135,7 @@ def _fill(model: Toy, named: Any) -> None:
 def test_a_follower_that_never_hears_the_hub_is_cut_off_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link broke between the first weights and its first question: it passed for one that hears the hub."""
     config = WorkerConfig.parse({"hub": "tcp://127.0.0.1:9", "run": "r", "model": "m", "replica": "engine"})
-    core: Any = SimpleNamespace(version=3)
+    core: Any = SimpleNamespace(version=3, is_paused_by_another=False)
     now = 1000.0
     monkeypatch.setattr(core_follower, "time", SimpleNamespace(monotonic=lambda: now))
     one = CoreFollower(core, config, FollowConfig(when="now", patience_s=1.0))
@@ -324,6 +324,26 @@ def test_patience_ends(following: Any, hub: Server) -> None:
     wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
 
 
+def test_an_install_under_way_is_no_broken_engine(following: Any, hub: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was, for the moment of each install: a router that asked then sent its requests elsewhere."""
+    seen: list[bool] = []
+    core = following("now")
+    rpc = core.rpc
+
+    async def watched(method: str, *args: Any) -> list[Any]:
+        if method == "tensorhub_install":
+            seen.append(core.status()["broken"])
+        return list(await rpc(method, *args))
+
+    monkeypatch.setattr(core, "rpc", watched)
+    monkeypatch.setattr(reload, "reload_checkpoint", lambda model, config, named, **_: 1 / 0)
+    monkeypatch.setattr(follower, "RETRY_DELAY_S", 0.01)
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: len(seen) > 1, "it has tried to repair what has failed half way")
+    assert seen[:2] == [False, True]
+
+
 def test_what_somebody_else_has_paused_stays_as_it_is(following: Any, hub: Server) -> None:
     core = following("now", patience_s=0.0)
     core.available = False
@@ -334,6 +354,33 @@ def test_what_somebody_else_has_paused_stays_as_it_is(following: Any, hub: Serve
         assert core.log == []
         core.available = True
         wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 3600.0])
+def test_what_somebody_else_keeps_paused_says_so(
+    following: Any, hub: Server, monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    """For `tensorhub status`; a moment's pause, as trainers make around their updates, is none."""
+    monkeypatch.setattr(core_follower, "PAUSED_S", patience_s)
+    core = following("now")
+    core.available = False
+
+    def said() -> str:
+        return "".join(worker["fails"] for model in fetch_status(hub.address)["models"] for worker in model["workers"])
+
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: core.asked > 10, "it has asked whether it may")
+        if not patience_s:
+            wait_until(lambda: said() == core_follower.PAUSED, "the hub has been told")
+            assert core.status()["failure"] == core_follower.PAUSED
+            trainer.publish(2, {"weight": torch.ones(4, 1000)})
+            wait_until(lambda: core.status()["wanted"] == 2, "it has heard of the next one, too")
+        else:
+            assert said() == core.status()["failure"] == ""
+        core.available = True
+        wait_until(lambda: core.log[-1:] == ["resume"], "switched")
+        wait_until(lambda: said() == core.status()["failure"] == "", "and that it is over")
 
 
 def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeeds(

@@ -14,7 +14,7 @@ CEILINGS = {
     "core": 4_322,
     "core/client": 5_704,
     "core/deltas": 685,
-    "core/hub": 5_545,
+    "core/hub": 5_605,
     "core/kernels": 560,
     "core/memory": 3_715,
     "core/operations": 1_820,
@@ -24,7 +24,7 @@ CEILINGS = {
     "core/transports": 7_295,
     "openrlhf": 2_498,
     "verl": 4_045,
-    "vllm": 9_054,
+    "vllm": 9_090,
     "vllm/doctor": 860,
     "vllm/worker": 5_487,
 }

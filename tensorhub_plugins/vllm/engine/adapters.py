@@ -34,6 +34,10 @@ class OneAdapter:
     def version(self) -> int:
         return self._core.version_of(self._name)
 
+    @property
+    def is_paused_by_another(self) -> bool:
+        return self._core.is_paused_by_another
+
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         return await self._core.rpc(method, *args, target=self._name)
 

@@ -56,6 +56,7 @@ class Following(TypedDict):
     failure: NotRequired[str]  # of the last try; "": it went well
     last: NotRequired[dict[str, float]]  # pull_s and pause_s of the last version
     updating: NotRequired[bool]  # to a version that is being fetched or installed
+    paused: NotRequired[bool]  # by another client, or put to sleep: it answers nothing, and installs nothing
     adapters: NotRequired[dict[str, Following]]  # of an engine that follows adapters, all; the rest is of the last one
 
 
@@ -343,6 +344,11 @@ class Core:
     @property
     def _available(self) -> bool:
         return not (self._core.is_scheduler_paused() or self._core.model_executor.is_sleeping)
+
+    @property
+    def is_paused_by_another(self) -> bool:
+        """Call in the loop. Return whether another client has paused it, or put it to sleep."""
+        return not (self._available or self._held or self._is_stopped)
 
     @property
     def _idle(self) -> bool:

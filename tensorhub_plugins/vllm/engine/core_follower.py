@@ -68,6 +68,8 @@ NEEDED = (
 CHANGES = ("update_weights", "reload_weights")  # vLLM's calls of workers that change weights, whosever back end it is
 HUB_TIMEOUT_S = 1.0  # one question to the hub; it answers at once when there is something new
 HEALTH_TIMEOUT_S = 2.0  # of one question to the workers
+PAUSED_S = 5.0  # an engine may be paused by another client before that is reported: most do so for a moment
+PAUSED = "another client has paused this engine, or put it to sleep; it installs nothing until that client resumes it"
 
 
 def attach(core: Any, vllm_config: Any, *, owned: bool = False) -> None:
@@ -342,7 +344,8 @@ class CoreFollower(Follower):
 
     def status(self) -> Following:
         """Return which run it follows, and how far it is. Call in the core's loop."""
-        said = status(self._joining, self._how.when, self._core.version, self.is_broken, self._hub_silent_s)
+        is_broken = self.is_broken and not self.is_whole  # an install under way passes for what it was before
+        said = status(self._joining, self._how.when, self._core.version, is_broken, self._hub_silent_s)
         now, version = time.monotonic(), self._core.version
         if self._installed[0] != version:
             self._installed = version, now
@@ -355,6 +358,7 @@ class CoreFollower(Follower):
             "failure": self._failure,
             "last": {"pull_s": self.last_update.pull_s, "pause_s": self.last_update.pause_s},
             "updating": self._one_update.locked(),
+            "paused": self._core.is_paused_by_another,
         }
 
     def take_updates(self) -> list[tuple[float, float]]:
@@ -488,12 +492,26 @@ class CoreFollower(Follower):
         if self.is_paused:
             return True
         at_once = await self._core.is_available()
+        report_at = time.monotonic() + PAUSED_S
         while not await self._core.is_available():
+            if time.monotonic() >= report_at:
+                await self._report(PAUSED)
+                report_at = time.monotonic() + PAUSED_S
             await self.sleep(POLL_INTERVAL_S)
         held_by = await self._core.held_by()
         if held_by:
             raise StaleCaches(held_by)
         return at_once
+
+    async def _report(self, failure: str) -> None:
+        """Have the hub show why this engine does not go on, and ask what there is, though it can take no version."""
+        if failure != self._failure:
+            logger.warning("%s: going on with version %d: %s", self.worker, self.version, failure)
+        self._failure = failure
+        with suppress(TensorHubError):
+            refused = dict(self.refused)
+            ask = partial(self._ask_hub, refused=refused, failure=failure, timeout_s=POLL_INTERVAL_S)
+            await asyncio.to_thread(ask, self.version)
 
     async def _idle_moment(self, version: int) -> int | None:
         """Return when there is one, or another version that is to be run instead of this one before there was."""

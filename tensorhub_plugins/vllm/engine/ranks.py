@@ -62,6 +62,10 @@ class FirstRank:
     def version(self) -> int:
         return self._core.version
 
+    @property
+    def is_paused_by_another(self) -> bool:
+        return self._core.is_paused_by_another
+
     async def is_available(self) -> bool:
         return all(await self._all("is_available"))
 
