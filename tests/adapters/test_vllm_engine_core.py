@@ -192,6 +192,11 @@ def test_idle_waits_for_its_moment_and_takes_what_is_newest_then(following: Any,
         assert core.log == [("start_fetch", 1), ("start_fetch", 2), *switches(2)]
 
 
+def peer(hub: Server) -> Client:
+    """Return another worker of the run, which may ask for what the engine computes with."""
+    return Client(hub.address, run="r", model="m", replica="other")
+
+
 @pytest.mark.parametrize("in_time", [True, False], ids=["served", "withdrawn before it was served"])
 def test_it_returns_from_a_version_that_is_withdrawn_and_serves_what_it_returned_to(
     following: Any, hub: Server, monkeypatch: pytest.MonkeyPatch, in_time: bool
@@ -205,13 +210,14 @@ def test_it_returns_from_a_version_that_is_withdrawn_and_serves_what_it_returned
 
     monkeypatch.setattr(Updater, "_offer", offer_if_in_time)
     core = following("now")
-    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer, peer(hub) as other:
         trainer.retain(newest=2)
         for version in (1, 2):
             trainer.publish(version, {"weight": torch.full((4, 1000), float(version))})
             wait_until(lambda version=version: core.log[-3:] == [("install", version), "forget", "resume"], "switched")
             served = version if in_time else 1
             wait_until(lambda served=served: core.updater.poll()["served_version"] == served, "served")
+            other.fetch(served, ("runtime:toy",)).release()  # else the next one would be offered to nobody
         began = len(core.log)
         trainer.withdraw(2)
         wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"] and len(core.log) > began, "returned")
@@ -251,7 +257,9 @@ def test_a_version_that_is_lost_is_no_reason_to_go_back(following: Any, hub: Ser
     core = following("now")
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
-        with Client(hub.address, run="r", model="m", replica="other") as other:
+        with peer(hub) as other:
+            wait_until(lambda: core.updater.poll()["served_version"] == 1, "served")
+            other.fetch(1, ("runtime:toy",)).release()
             other.publish(2, {"weight": torch.full((4, 1000), 2.0)})
             wait_until(lambda: core.log[-3:] == [("install", 2), "forget", "resume"], "switched")
             wait_until(lambda: core.updater.poll()["served_version"] == 2, "served")

@@ -57,8 +57,9 @@ def test_of_the_first_version_only_what_is_needed_is_read(
             wait_until(lambda: not updater.poll()["serving"])
             size_bytes = sum(tensor.nbytes for tensor in big_checkpoint(0.0).values())
             assert (sum(result["report"]["sources"].values()) < size_bytes / 2) == is_enough
+            # The first one, as others may be about to start; then only what another asks for.
+            assert (ShardKey(version, LAYOUT, 0, 2) in updater._client.serving()) == (version == 1)
         assert rehearse.threads == [threading.main_thread()]  # where the model does not compute
-        assert ShardKey(2, LAYOUT, 0, 2) in updater._client.serving()
 
 
 def test_who_is_not_polled_reads_the_first_version_whole(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
