@@ -185,9 +185,28 @@ def wrong_numbers(args: Any) -> Iterator[str]:
             yield error.message
 
 
+def wrong_batches(args: Any) -> Iterator[str]:
+    """Return batches that DeepSpeed finds wrong once it has a model: they are no multiple of what all ranks take."""
+    train, is_critic = args.train, bool(args.critic.model_name_or_path)
+    for name, group in (("actor", args.actor), *([("critic", args.critic)] if is_critic else [])):
+        ranks = group.num_nodes * group.num_gpus_per_node
+        if ranks and train.batch_size * args.ds.ring_attn_size % (train.micro_batch_size * ranks):
+            yield (
+                f"--train.batch_size is {train.batch_size}, and the {ranks} ranks of the {name} take "
+                f"--train.micro_batch_size {train.micro_batch_size} each: DeepSpeed wants a multiple of what they take"
+            )
+
+
 def refusals(args: Any) -> Iterator[str]:
     """Return what could not work, a sentence each."""
-    yield from wrong_numbers(args)
+    wrong = list(wrong_numbers(args))
+    yield from wrong
+    if not (wrong or args.train.dynamic_batch_enable):
+        yield from wrong_batches(args)
+    if args.ds.zero_stage not in range(4):
+        yield f"--ds.zero_stage is {args.ds.zero_stage}: DeepSpeed has 0 to 3"
+    if not 0 < args.vllm.gpu_memory_utilization <= 1:
+        yield f"--vllm.gpu_memory_utilization is {args.vllm.gpu_memory_utilization}: vLLM takes a share, up to 1"
     if not args.actor.model_name_or_path:
         yield "--actor.model_name_or_path is empty: name a model's folder, or one on the Hugging Face hub"
     if (args.vllm.num_engines or 0) < 1:

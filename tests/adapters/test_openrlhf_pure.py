@@ -106,6 +106,10 @@ def arguments(**changes: object) -> SimpleNamespace:
         "train.async_enable": False,
         "ds.lora.rank": 0,
         "ds.load_in_4bit": False,
+        "ds.zero_stage": 2,
+        "train.dynamic_batch_enable": False,
+        "critic.model_name_or_path": None,
+        "vllm.gpu_memory_utilization": 0.9,
         "ds.param_dtype": "bf16",
         "ds.tensor_parallel_size": 1,
         "data.max_images_per_prompt": 0,
@@ -128,6 +132,42 @@ def test_combinations_that_work_pass() -> None:
     lora = arguments(**{"ds.lora.rank": 512, "vllm.sync_backend": "tensorhub:?model=m&timeout_s=9"})
     config.check_arguments(lora)
     assert config.settled(config.parse(lora.vllm.sync_backend), lora).model == "m.lora"
+
+
+RANKS_OF_4 = {"actor.num_gpus_per_node": 4, "train.micro_batch_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"train.batch_size": 127}, "--train.batch_size is 127, and the 4 ranks of the actor take .*_size 8 each"),
+        ({"train.batch_size": 16}, "--train.batch_size is 16, and the 4 ranks of the actor"),
+        (
+            {"train.batch_size": 32, "critic.model_name_or_path": "m", "critic.num_gpus_per_node": 8},
+            "--train.batch_size is 32, and the 8 ranks of the critic",
+        ),
+        ({"train.batch_size": 32, "ds.zero_stage": 4}, "--ds.zero_stage is 4: DeepSpeed has 0 to 3"),
+        ({"train.batch_size": 32, "vllm.gpu_memory_utilization": 80}, "utilization is 80: vLLM takes a share"),
+    ],
+)
+def test_numbers_that_are_found_wrong_once_models_are_there_are_refused(
+    changes: dict[str, object], sentence: str
+) -> None:
+    (wrong,) = config.refusals(arguments(**{**RANKS_OF_4, **changes}))
+    assert re.search(sentence, wrong)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.batch_size": 64},
+        {"train.batch_size": 8, "ds.ring_attn_size": 4},
+        {"train.batch_size": 127, "train.dynamic_batch_enable": True},
+        {"train.batch_size": 32, "critic.num_gpus_per_node": 8},  # without a model there is no critic
+    ],
+)
+def test_batches_of_whole_shares_are_fine(changes: dict[str, object]) -> None:
+    assert not list(config.refusals(arguments(**{**RANKS_OF_4, **changes})))
 
 
 RECOVERS = {"ds.zero_stage": 2, "ds.use_universal_ckpt": False, "ckpt.disable_ds": False}

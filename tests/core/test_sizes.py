@@ -22,7 +22,7 @@ CEILINGS = {
     "core/security": 720,
     "core/transfer": 1_947,
     "core/transports": 7_295,
-    "openrlhf": 2_498,
+    "openrlhf": 2_521,
     "verl": 4_045,
     "vllm": 9_090,
     "vllm/doctor": 860,
