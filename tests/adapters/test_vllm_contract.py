@@ -11,6 +11,7 @@ from tensorhub_plugins.core import VersionRefused
 from tensorhub_plugins.vllm.worker import contract
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.fingerprint import ends_of
+from tensorhub_plugins.vllm.worker.preserved import Untouched
 
 BF16 = torch.bfloat16
 FIRST = {
@@ -276,6 +277,36 @@ def test_a_parameter_that_is_made_from_another_is_seen() -> None:
     assert recorded(Derives(), {"both": torch.zeros(4, 4)}).copies == ["head from qk"]
     assert recorded(OnlyLooksLikeIt(), {"both": torch.zeros(4, 4)}).copies == []
     assert recorded(Fused(), {"both": torch.zeros(4, 4)}).copies == []
+
+
+class Derives(Fused):
+    """Keeps what it makes of its parameters beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = [torch.zeros(4)]
+
+    def load_weights(self, weights: Any) -> None:
+        super().load_weights(weights)
+        self.sums[0].copy_(self.qk.data.sum(0))
+        torch.add(self.qk.data[0], 1, out=self.sums[0])
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_rehearsal_writes_nothing_beside_the_parameters(device: str) -> None:
+    """That is of the version that answers meanwhile."""
+    model = Derives()
+    with Untouched(model):
+        model.qk = torch.nn.Parameter(torch.ones(4, 4, device=device))
+        given = {"both": torch.ones(4, 4)}
+        assert recorded(model, given).used == {"both"}
+        assert not model.sums[0].any()
+    if device == "cpu":
+        recorded(model, given)
+        assert model.sums[0].any()  # the control
+    else:
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            recorded(model, given)
 
 
 def test_a_head_that_loaders_skip_is_still_the_embedding() -> None:

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
 from vllm_engines import checkpoint
-from vllm_ranks import alone, follow, of_all_ranks, read_at_tp_2, with_a_wrong_element, without_a_row
+from vllm_ranks import alone, derived_beside, follow, of_all_ranks, read_at_tp_2, with_a_wrong_element, without_a_row
 
 pytestmark = pytest.mark.heavy
 LONG, SMOKE = pytest.mark.long, pytest.mark.smoke
@@ -95,3 +95,10 @@ def test_the_control_a_first_version_that_lacks_a_row_is_read_whole(kind: str, t
     size_bytes = sum(tensor.nbytes for tensor in checkpoint(paths[0]).values())
     found = alone(follow, paths, 1, tensor)
     assert found["errors"] == [None, None] and found["wrong"] == [] and found["read"] == [size_bytes] * 2
+
+
+@pytest.mark.timeout(300)
+def test_what_loaders_derive_beside_the_parameters_is_rehearsed_without_it_and_follows(models: Any) -> None:
+    """Every version of such a model was refused, as nothing can be copied out of a parameter without memory."""
+    found = alone(derived_beside, models("llama", 1), models("llama", 2))
+    assert found == {"untouched": True, "follows": [True] * 3, "hidden": ("sums.0",)}

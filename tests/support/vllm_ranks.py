@@ -243,6 +243,36 @@ def update_by_slices(
     }
 
 
+def derived_beside(first: Path, second: Path) -> dict[str, Any]:
+    """Return what becomes of a tensor that loaders derive at their end and keep beside the parameters, as DeepSeek-V4's
+    do: whether a rehearsal of the second checkpoint left it alone, and whether it follows versions."""
+    import torch
+
+    from recipes.bench.sizes.ranks import Rank
+    from tensorhub_plugins.vllm.worker import contract
+    from tensorhub_plugins.vllm.worker.conversion import Conversion
+    from tensorhub_plugins.vllm.worker.plan import Given
+
+    old, new = checkpoint(first), checkpoint(second)
+    name = "model.norm.weight"
+    with loaded(first, Rank(1, 0), old) as (model, config):
+        load, derived = model.load_weights, torch.empty_like(old[name])
+
+        def load_weights(weights: Any) -> Any:
+            result = load(weights)
+            model.sums[0].copy_(model.model.norm.weight.data * 2)
+            return result
+
+        vars(model).update(load_weights=load_weights, sums=[derived])
+        derived.copy_(old[name] * 2)
+        plan = contract.rehearse(model, config, new).plan
+        untouched, conversion, follows = torch.equal(derived, old[name] * 2), Conversion(model, config), []
+        for weights in (old, new, old):
+            conversion.install(Given.of(weights, plan))
+            follows.append(torch.equal(derived, weights[name] * 2))
+    return {"untouched": untouched, "follows": follows, "hidden": conversion.hidden}
+
+
 def follow(paths: list[Path], tp: int, lacks: str = "") -> dict[str, Any]:
     """Run one rank of TP 2 with the real store: two good versions, one of another shape, one with a tensor more.
 

@@ -44,7 +44,7 @@ from tensorhub_plugins.vllm.worker.plan import (
     shapes_of,
     whole_region,
 )
-from tensorhub_plugins.vllm.worker.preserved import preserved
+from tensorhub_plugins.vllm.worker.preserved import Untouched, preserved
 
 logger = get_logger(__name__)
 
@@ -510,7 +510,7 @@ def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, Place]]:
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
 
     places: dict[int, Place] = {}
-    with preserved(model, always=True):
+    with Untouched(model), preserved(model, always=True):
         for prefix, layer in model.named_modules():
             live = dict(layer._parameters)
             restore_layer_on_meta(layer, get_layerwise_info(layer))

@@ -1,4 +1,5 @@
-"""A model put back as it was: its tensors, attributes and loaders, whatever a rehearsal or a failed reload changed."""
+"""A model put back as it was: its tensors, attributes and loaders, whatever a rehearsal or a failed reload changed; and
+its bytes, which no rehearsal changes."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tensorhub_plugins.vllm.worker.hidden import walk
 
 REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # the registries that a module changes in place
 
@@ -38,3 +42,22 @@ def preserved(model: torch.nn.Module, *, always: bool = False) -> Iterator[None]
             for layer in model.modules():
                 get_layerwise_info(layer).reset()
             LOADING_LAYERS.clear()
+
+
+class Untouched(TorchDispatchMode):
+    """Skips what would write into memory of a model while its parameters are replaced by others: what loaders derive
+    and keep beside them (DeepSeek-V4's sums) is of the version that answers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        tensors = (value for _, value in walk(model) if isinstance(value, torch.Tensor))
+        self._live = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                target = args[place] if place < len(args) else kwargs.get(argument.name)
+                if isinstance(target, torch.Tensor) and target.untyped_storage().data_ptr() in self._live:
+                    return target
+        return func(*args, **kwargs)
