@@ -57,7 +57,7 @@ class _Threads:
 
     def __init__(self) -> None:
         self.pid = os.getpid()  # a forked child has none of them
-        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
 
@@ -66,7 +66,7 @@ class _Threads:
         interpreter's exit."""
         if not self._idle:
             _thread.start_new_thread(self._begin, (True,))  # it starts one that `threading` registers
-        self._actions.put(action)
+        self.actions.put(action)
 
     def _begin(self, or_serves: bool = False) -> None:
         with self._lock:
@@ -83,7 +83,7 @@ class _Threads:
 
     def _run(self) -> None:
         while True:
-            action = self._actions.get()
+            action = self.actions.get()
             with self._lock:
                 self._idle -= 1
             self._begin()
@@ -98,11 +98,11 @@ class _Threads:
 _threads = _Threads()
 
 
-def _put(action: Callable[[], None]) -> None:
+def _threads_here() -> _Threads:
     global _threads
     if _threads.pid != os.getpid():
         _threads = _Threads()
-    _threads.put(action)
+    return _threads
 
 
 class _Call(Generic[T]):
@@ -114,7 +114,8 @@ class _Call(Generic[T]):
         from tensorhub_plugins.core import device  # imports torch, which a hub and its commands do not need
 
         self._take_over, self._cores = device.carried(), affinity()
-        self._unbegun, self._open = deque([None]), deque([None])  # tokens: its taker begins, or ends, the call
+        # Tokens: their takers begin the call, end it, or abandon it.
+        self._unbegun, self._open, self._kept = deque([None]), deque([None]), deque([None])
         self._over, self._undone = _thread.allocate_lock(), _thread.allocate_lock()
         self._over.acquire()
         self._undone.acquire()
@@ -128,7 +129,7 @@ class _Call(Generic[T]):
         """Wait for the end; return the result, in a list, and the error. Neither is kept here."""
         begun_by = time.monotonic() + BEGIN_S
         try:
-            _put(self._run)
+            _threads_here().put(self._run)
         except RuntimeError:
             self._run()
         while not self._over.acquire(timeout=POLL_S):
@@ -138,11 +139,11 @@ class _Call(Generic[T]):
         return outcome
 
     def interrupt(self) -> None:
-        """End it, or undo it. Wait for that, but not long."""
+        """Abandon it, and wait for that, but not long."""
         try:
-            _put(self._interrupt)
+            _threads_here().put(self.abandon)
         except RuntimeError:
-            self._interrupt()
+            self.abandon()
         self._undone.acquire(timeout=UNDO_S)
 
     # --- in others ---
@@ -171,7 +172,10 @@ class _Call(Generic[T]):
             self._undo()
         self._over.release()
 
-    def _interrupt(self) -> None:
+    def abandon(self) -> None:
+        """End it, or undo it, as its caller was interrupted. Idempotent."""
+        if not _took(self._kept):
+            return
         if _took(self._unbegun):
             self._undone.release()
         elif _took(self._open):
@@ -203,11 +207,13 @@ def run(body: Callable[[], T]) -> T:
     if is_ours or sys.is_finalizing():  # at exit no other thread runs any more
         return body()
     call = _Call(body)
+    put = _threads_here().actions.put
     try:
         result, error = call.wait()
         if error is None:
             return result.pop()
     except BaseException:
+        put(call.abandon)  # in C: of two signals that have come the second one is raised after it, not instead of it
         call.interrupt()
         del call  # as above
         raise

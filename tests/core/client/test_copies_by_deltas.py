@@ -101,7 +101,7 @@ def test_a_copy_ends_where_its_caller_is_interrupted(stage, monkeypatch):
 
     def interrupting(old: Any, *arguments: Any) -> Any:
         segments.append(old)
-        calls._mine.call._interrupt()
+        calls._mine.call.abandon()
         return encode(old, *arguments)
 
     monkeypatch.setattr(codec, "encode", interrupting)
