@@ -12,11 +12,11 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 4_322,
-    "core/client": 5_704,
+    "core/client": 5_730,
     "core/deltas": 685,
     "core/hub": 5_605,
     "core/kernels": 560,
-    "core/memory": 3_715,
+    "core/memory": 3_725,
     "core/operations": 1_820,
     "core/protocol": 1_160,
     "core/security": 720,

@@ -46,6 +46,7 @@ BACKGROUND_TIMEOUT_S = 30.0  # for readers of a copy that is unpublished in the 
 RETAIN_S = 0.25  # at least, to move a last copy to host memory
 NAMES_SHOWN_MAX = 5  # of tensors, in a log line
 SAMPLED_SEGMENTS = 4  # 16 MiB at most: a training step that began too early has changed nearly all of them
+SAMPLE_S = 0.1  # at least, to compare them
 OWN_KINDS = ("allocated", "view")  # kinds of slabs in memory of the client's own
 ANNOUNCE_S = 0.3  # a hub that is up has answered long before; one that is away is notified when it is back
 
@@ -201,7 +202,7 @@ class Serving:
         except HubUnreachable:  # it may be the last copy; a hub that is back says when it may go
             log.warning("%s: version %d is kept, the hub does not answer", self.worker, next(iter(ticket)).version)
             reply = messages.Unpublished(0, must_retain=True)
-        damaged = self._check_sample(ticket)  # a few segments
+        damaged = self._check_sample(ticket, Deadline(max(deadline, time.monotonic() + SAMPLE_S)))
         with self._changed:
             effects = self._shelf.unpublished(ticket, keep=reply.must_retain)
         try:
@@ -216,7 +217,7 @@ class Serving:
             text = "the last copy cannot be moved to host memory: it is offered on, and must not change yet"
             raise found.within(f"{text}; {found.message}", version=version, phase="retain") from error
         kept = reply.must_retain and not damaged
-        return UnpublishReport(version, time.monotonic() - began, reply.cut_off, kept, damaged)
+        return UnpublishReport(version, time.monotonic() - began, reply.cut_off, kept, tuple(damaged))
 
     # --- check that what is offered is what was published ---
 
@@ -258,18 +259,18 @@ class Serving:
         except TensorHubError as error:
             log.info("%s: cannot look into what a reader says of %s: %s", self.worker, key, error)
 
-    def _check_sample(self, keys: Iterable[ShardKey]) -> tuple[str, ...]:
+    def _check_sample(self, keys: Iterable[ShardKey], deadline: Deadline) -> list[str]:
         """Check some segments of tensors published in place, so that writes to them meanwhile are reported."""
         with self._changed:
             found = {key: self._shelf.find(key) for key in keys}
         offers = {key: offer for key, offer in found.items() if offer is not None and offer.slab.kind == "adopted"}
-        return tuple(
-            name
-            for key, offer in offers.items()
-            for name in self._check(key, sample(offer.manifest.segment_count, key.version))
-        )
+        names: list[str] = []
+        with suppress(DeadlineExceeded):  # they may be of very many tensors
+            for key, offer in offers.items():
+                names += self._check(key, sample(offer.manifest.segment_count, key.version), deadline)
+        return names
 
-    def _check(self, key: ShardKey, segments: Sequence[int] | None) -> tuple[str, ...]:
+    def _check(self, key: ShardKey, segments: Sequence[int] | None, deadline: Deadline = NEVER) -> tuple[str, ...]:
         """Return the tensors whose bytes, in these segments (None: all), do not have their digests: then the shard is
         no longer offered."""
         with self._changed:
@@ -283,7 +284,7 @@ class Serving:
         try:
             if segments is not None:
                 segments = [k for k in segments if k < offer.manifest.segment_count and offer.poll_ready(k, 0.0)]
-            found = offer.slab.damaged(offer.manifest, segments)
+            found = offer.slab.damaged(offer.manifest, segments, deadline=deadline)
         finally:
             offer.detach(reader)
         if not found:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from tensorhub_plugins.core import resources
+from tensorhub_plugins.core.deadline import NEVER, check_time
 from tensorhub_plugins.core.device import Device, of
 from tensorhub_plugins.core.drivers import Event
 from tensorhub_plugins.core.machine import cores
@@ -91,8 +92,9 @@ class Downloads:
         else:
             staging.copy_all([(target, source)])
 
-    def fill(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a host tensor over one of the same shape, cast to its dtype, now."""
+    def fill(self, source: torch.Tensor, target: torch.Tensor, deadline: float = NEVER) -> None:
+        """Copy a host tensor over one of the same shape, cast to its dtype, now. Raise DeadlineExceeded when that takes
+        longer: nothing is written after `wait`, or `finish`."""
         if source.dtype == target.dtype:
             if stride_of(source) == stride_of(target) and not (source.is_conj() or source.is_neg()):
                 source, target = flat_bytes(source), flat_bytes(target)
@@ -103,7 +105,12 @@ class Downloads:
             return
         if self._filling is None:
             self._filling = resources.pool_of(min(HOST_THREADS_MAX, cores()), "tensorhub-fill")
-        list(self._filling.map(lambda pair: staging.fill(*pair), staging.parts(target, source, FILLED_FROM_BYTES)))
+
+        def fill(pair: staging.Pair) -> None:
+            check_time(deadline)
+            staging.fill(*pair)
+
+        list(self._filling.map(fill, staging.parts(target, source, FILLED_FROM_BYTES)))
 
     def digests(self, segment_size_bytes: int) -> bytes | None:
         """Return the XXH3-128 of each segment of the slab, joined, if they were taken on the device. Call once, after
@@ -115,14 +122,18 @@ class Downloads:
         """Wait until all copies have arrived."""
         while self._coming:
             self._wait_for_one()
-        if self._filling is not None:
-            self._filling.shutdown()
-            self._filling = None
+        self._end_filling()
 
     def finish(self) -> None:
-        """Wait until nothing writes to the targets any more, wherever `add` was interrupted."""
+        """Wait until nothing writes to the targets any more, wherever `add` or `fill` was interrupted."""
+        self._end_filling()
         for device in self._devices:
             device.synchronize()
+
+    def _end_filling(self) -> None:
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            filling.shutdown(cancel_futures=True)
 
     def _begin(
         self,

@@ -48,7 +48,7 @@ from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, held,
 from tensorhub_plugins.core.memory.there import digests_there
 from tensorhub_plugins.core.process import Descriptor, OfThisProcess
 
-COPIED_AT_ONCE_BYTES = 256 << 20  # between two checks of the clock: 0.1 s of a slow host
+COPIED_AT_ONCE_BYTES = 32 << 20  # between two checks of the clock: 0.1 s of a slow host, whose pages are new
 
 Kind: TypeAlias = Literal["adopted", "allocated", "view", "borrowed"]
 
@@ -204,7 +204,7 @@ class Slab(OfThisProcess):
         _, target = self._target_of(name, tensor, casts=True)
         with torch.inference_mode():
             if devices.of(tensor) is None:
-                downloads.fill(tensor, target)
+                downloads.fill(tensor, target, deadline)
             else:
                 downloads.add(tensor, target, name=name, stays=stays)
         self.mark_written([name])

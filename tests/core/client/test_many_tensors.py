@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from tensorhub_plugins.core import CHECKPOINT, Client, DeadlineExceeded, HubUnre
 from tensorhub_plugins.core import deadline as deadlines
 from tensorhub_plugins.core.client import calls
 from tensorhub_plugins.core.client.parts import Held
+from tensorhub_plugins.core.client.serving import SAMPLE_S
 from tensorhub_plugins.core.manifest import TensorSpec
-from tensorhub_plugins.core.memory import claims, slab
+from tensorhub_plugins.core.memory import claims, downloads, slab, staging
+from tensorhub_plugins.core.memory.downloads import FILLED_FROM_BYTES, HOST_THREADS_MAX
 from tensorhub_plugins.core.memory.tensors import contiguous_spec
 from tensorhub_plugins.core.transfer import runner
 
@@ -178,12 +181,51 @@ def test_at_whichever_look_the_deadline_has_passed_nothing_is_left_behind(pair, 
     assert [each.version for each in pair["trainer"].versions()] == ([1, 7] if worker == "trainer" else [1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as it is", "cast"])
+@pytest.mark.parametrize("looks", [True, False])
+def test_one_large_tensor_does_not_keep_a_call_beyond_its_deadline(pair, monkeypatch, dtype, looks):
+    """Which passes while its first pieces are copied, one by each thread."""
+    pieces, copied, fill, monotonic = 2 * HOST_THREADS_MAX, list[int](), staging.fill, time.monotonic
+    tensor = torch.ones(pieces, FILLED_FROM_BYTES // 4)
+
+    def last_in_time(target: torch.Tensor, source: torch.Tensor) -> None:
+        fill(target, source)
+        copied.append(source.nbytes)
+
+    monkeypatch.setattr(staging, "fill", last_in_time)
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=lambda: monotonic() + 1e6 * bool(copied)))
+    if not looks:  # the control
+        monkeypatch.setattr(downloads, "check_time", lambda deadline: None)
+    publisher = Publisher(pair["trainer"], rank=0, ranks=1, worker="t", keep=1, timeout_s=SOON_S, dtype=dtype)
+    with pytest.raises((DeadlineExceeded, HubUnreachable)):
+        publisher.publish_parts(7, [Held(contiguous_spec("w", tensor.dtype, tensor.shape), tensor)])
+    assert (len(copied) <= HOST_THREADS_MAX) == looks
+    assert pair["trainer"].serving() == []
+
+
 def test_a_timeout_that_is_given_is_strict_and_the_default_grows_with_the_size():
     assert deadlines.timeout_for(3.0, 1 << 40) == 3.0
     assert deadlines.timeout_for(None, 0) == 60.0
     assert deadlines.timeout_for(None, 200 * 10**9) == 460.0
     with pytest.raises(UsageError, match="timeout_s"):
         deadlines.timeout_for(float("nan"), 0)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, SOON_S])
+def test_an_unpublish_compares_its_sample_no_longer_than_it_has_time(pair, monkeypatch, timeout_s):
+    """It may be of very many tensors. What was not compared is not called damaged."""
+    pair["trainer"].publish(1, some(64), copy=False)
+    pair["trainer"].retain(0)
+    given = list[float]()
+
+    def takes_long(*_: Any, deadline: float, **__: Any) -> None:
+        given.append(deadline - time.monotonic())
+        raise DeadlineExceeded("the deadline passed")
+
+    monkeypatch.setattr(slab.Slab, "damaged", takes_long)
+    assert pair["trainer"].unpublish(1, timeout_s=timeout_s).damaged == ()
+    assert len(given) == 1 and given[0] <= max(timeout_s, SAMPLE_S)
+    assert pair["trainer"].serving() == []
 
 
 def test_a_last_copy_that_is_not_moved_in_time_is_offered_on(pair, monkeypatch):
