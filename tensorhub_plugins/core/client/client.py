@@ -396,8 +396,7 @@ class Client(OfThisProcess):
     @property
     def attempt(self) -> int:
         """Return the trainer's newest attempt, as far as this worker knows; 0: the first, or none was begun."""
-        attempts = self._hub.directive.attempts
-        return attempts[-1].number if attempts else 0
+        return max((each.number for each in self._hub.directive.attempts), default=0)
 
     def origin(self, version: int) -> str:
         """Return the run, the model, and the start of the trainer that a version is from: the same at every worker.
@@ -445,6 +444,7 @@ class Client(OfThisProcess):
 
     def reserve(self, specs: Iterable[TensorSpec], count: int) -> None:
         """Allocate memory for so many calls of `allocate` for these tensors; its pages are made in the background."""
+        self._check_open()
         self._serving.pool.reserve(arguments.checked_specs(specs, NEVER), arguments.check_count(count))
 
     def serving(self) -> list[types.ShardKey]:

@@ -8,6 +8,7 @@ of it.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -430,11 +431,12 @@ class Serving:
             self.pool.release(slab)
 
     def releaser(self, slabs: Iterable[Slab]) -> Callable[[], None]:
-        """Return a function that recycles these slabs as handed out now: not those recycled and reused since."""
-        handed_out = [(slab, self.pool.hand_out(slab)) for slab in slabs]
+        """Return a function that recycles these slabs as handed out now: not those recycled and reused since. In a
+        forked child it does nothing: the child's memory is its own, and locks may be held for ever there."""
+        handed_out, pid = [(slab, self.pool.hand_out(slab)) for slab in slabs], os.getpid()
 
         def release() -> None:
-            for slab, hand_out in handed_out:
+            for slab, hand_out in handed_out if os.getpid() == pid else ():
                 self.recycle(slab, hand_out)
 
         return release

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -47,6 +47,7 @@ CALLS: dict[str, Callable[[Client], Any]] = {
     "begin": lambda c: c.begin(1),
     "abandon": lambda c: c.abandon(1, CHECKPOINT),
     "allocate": lambda c: c.allocate([]),
+    "reserve": lambda c: c.reserve([], 1),
     "serving": lambda c: c.serving(),
     "hand_over": lambda c: c.hand_over(0.1),
     "find": lambda c: c.find(ShardKey(1, CHECKPOINT)),
@@ -84,11 +85,18 @@ def outcome(call: Callable[[Client], Any], client: Client) -> str:
 def test_a_forked_child_is_told_what_to_do_and_the_parent_goes_on(stage):
     client = stage.client("a")
     client.publish(1, {"w": torch.ones(3)})
-    parent = os.getpid()
+    released = stage.client("c")
+    here, parent = released.fetch(), os.getpid()
+    locks = [
+        lock for c in (client, released) for lock in (c._lock, c._serving._changed, c._hub._lock, c._serving.pool._lock)
+    ]
 
     def child() -> str:
-        with client._lock, client._serving._changed, client._hub._lock:  # as another thread may have held them
+        with ExitStack() as held:
+            for lock in locks:  # as another thread may have held them
+                held.enter_context(lock)
             said = {outcome(call, client) for call in CALLS.values()}
+            here.release()
         client.close()
         client.close()
         process._exits(parent)  # those of other libraries may wait for threads that are not here
