@@ -30,7 +30,7 @@ from tensorhub_plugins.core.client.parts import Held, Ownership
 from tensorhub_plugins.core.deadline import NEVER, Deadline, until
 from tensorhub_plugins.core.device import here, settled
 from tensorhub_plugins.core.digests import XXH3
-from tensorhub_plugins.core.errors import DeadlineExceeded, NotPublished, TensorHubError, UsageError, VersionGone
+from tensorhub_plugins.core.errors import DeadlineExceeded, TensorHubError, UsageError
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.moves import difference, with_parts
@@ -49,6 +49,7 @@ SECONDS = "tensorhub/publish/seconds"
 HELD = "every tensor of the model as a Held, as `held_run`, `fsdp1_parts` and `fsdp2_parts` make them"
 PAIRS = "pairs of a name and a tensor"
 BEGIN_S = 60.0  # at least: a former incarnation on another host expires after 15 s of silence
+RETAIN_S = 10.0  # for the hub to answer
 UNPUBLISH_S = 30.0  # for readers of an old version to finish before they are disconnected
 AHEAD_S = 1.0  # at most, for deltas of an old version that are being made to break off, and its memory to be free
 
@@ -139,7 +140,7 @@ class Publisher(OfThisProcess):
         self.attempt: int | None = None if begins else 0  # None: it begins with the first version
         self.rank, self.ranks, self.worker = rank, ranks, worker
         self.keep, self.timeout_s, self.dtype, self.keeps_dtype = keep, timeout_s, dtype, keeps_dtype
-        self._retain, self._noted = (retain if rank == 0 else None), ""  # noted: a root, see `retain_version_of`
+        self._retain, self._is_retained, self._noted = (retain if rank == 0 else None), False, ""  # noted: a root
         self._slices_of = partial(slices_of, count=slices, experts=slices_experts)
         model = [msgspec.structs.replace(spec, stride=None, part=None) for spec in model]  # as they will be published
         ownership = Ownership(ranks)
@@ -183,10 +184,15 @@ class Publisher(OfThisProcess):
             calls.wait_for(self._coming)
             self._coming = None
         timeout_s = max(self.timeout_s, BEGIN_S)
-        self.attempt = self.client.begin(step, word=_start_of_ranks(), timeout_s=timeout_s)
-        if self._retain is not None:
+        self.attempt, self._is_retained = self.client.begin(step, word=_start_of_ranks(), timeout_s=timeout_s), False
+        self._retain_newest(timeout_s)
+
+    def _retain_newest(self, timeout_s: float) -> None:
+        """Ask for the copies that are to survive, until the hub has heard it in this attempt."""
+        if self._retain is not None and not self._is_retained:
             copies, across = self._retain
             self.client.retain(domains=copies, across=across, timeout_s=timeout_s)
+            self._is_retained = True
 
     @calls.public
     def prepare(self, held: Iterable[Held]) -> None:
@@ -241,12 +247,12 @@ class Publisher(OfThisProcess):
         if self._sent is not None and self._published:
             self._retain_noted(self._published[-1], self._sent)
 
-    def _retain_noted(self, version: int, manifest: Manifest) -> None:
+    def _retain_noted(self, version: int, manifest: Manifest, timeout_s: float = RETAIN_S) -> None:
         if self._retain is None or self._noted != manifest.root().hex():
             return
         copies, across = self._retain
         try:
-            self.client.retain(domains=copies, across=across, also=version)
+            self.client.retain(domains=copies, across=across, also=version, timeout_s=timeout_s)
         except TensorHubError as error:
             log.warning("%s: version %d may be lost, which a checkpoint has: %s", self.worker, version, error)
 
@@ -275,6 +281,7 @@ class Publisher(OfThisProcess):
         self.settle()
         if self.attempt is None:
             self.begin(check_version(step, "step") - 1)
+        self._retain_newest(self.timeout_s)
         version, started = self.version(step), time.monotonic()
         deadline, self._is_abandoned = Deadline.after(self.timeout_s), False
         try:
@@ -345,7 +352,7 @@ class Publisher(OfThisProcess):
             record("digests", worker=self.worker, version=version, layout=CHECKPOINT, digests=digests)
         self._published.append(version)
         self._sent = report.manifest
-        self._retain_noted(version, report.manifest)
+        self._retain_noted(version, report.manifest, deadline.remaining())
         self._whole = whole
         calls.stays()
         if not self._is_reserved:  # the first version has only the memory of its own
@@ -519,7 +526,7 @@ class Publisher(OfThisProcess):
         while (version := self._retired.get()) is not None:
             try:
                 # Unpublished before all ranks have the next one, it would be retained, and released a heartbeat late.
-                with contextlib.suppress(NotPublished, VersionGone):
+                with contextlib.suppress(TensorHubError):
                     self.client.wait(newer_than=version, timeout_s=UNPUBLISH_S)
                 with self._ahead:  # while both versions are here, and not while the next one wants the memory
                     ahead = self.client.changes.make_ahead
@@ -527,7 +534,7 @@ class Publisher(OfThisProcess):
                     if self._is_publishing:  # which waits for it
                         self._unpublish(version)
                 self._unpublish(version)  # nothing, if that was done
-            except TensorHubError as error:
+            except Exception as error:  # whatever it is, the versions after it have to go
                 log.warning("%s: version %d was not withdrawn: %s", self.worker, version, error)
 
     def _unpublish(self, version: int) -> None:

@@ -6,15 +6,25 @@ from contextlib import closing
 
 import pytest
 import torch
-from client_stage import holders, until
+from client_stage import FIRST_HUB, SOON_S, holders, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub_plugins.core import CHECKPOINT, Client, Location, NotPublished, ShardKey, UsageError, spec_of, version_of
+from tensorhub_plugins.core import (
+    CHECKPOINT,
+    Client,
+    Location,
+    NotPublished,
+    ShardKey,
+    UsageError,
+    spec_of,
+    start_server,
+    version_of,
+)
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client.parts import Ownership
 from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.core.errors import ResourceRefused
+from tensorhub_plugins.core.errors import HubUnreachable, ResourceRefused
 
 
 def weights(seed, dtype=torch.float32, shapes=((64, 32), (7,), (128, 64), (), (3, 3, 3))):
@@ -193,6 +203,42 @@ def test_old_versions_go_and_their_memory_is_used_again(address):
     rank.close()
 
 
+def test_a_version_that_is_over_while_the_hub_is_away_goes_when_it_is_back():
+    """It may be the last copy meanwhile, and the next one is published nevertheless."""
+    hub, asked = start_server(), threading.Event()
+    trainer = publisher(hub.address, keep=1)
+    wait = trainer.client.wait
+
+    def wait_in_vain(**question):
+        trainer.client.wait = wait
+        hub.close()
+        try:
+            return wait(**{**question, "timeout_s": 0.2})
+        finally:
+            asked.set()
+
+    trainer.client.wait = wait_in_vain
+    for version in (1, 2):
+        trainer.publish(version, weights(version).items())
+    assert asked.wait(SOON_S)
+    with start_server(hub.address, limits=FIRST_HUB), closing(trainer):
+        until(lambda: trainer.client.serving() == [ShardKey(2, CHECKPOINT)])
+
+
+def test_what_fails_with_one_version_that_is_over_keeps_no_later_one(address, monkeypatch):
+    with closing(publisher(address, keep=1)) as trainer:
+        make_ahead = trainer.client.changes.make_ahead
+
+        def fails(*asked):
+            monkeypatch.setattr(trainer.client.changes, "make_ahead", make_ahead)
+            raise RuntimeError("a bug of ours")
+
+        monkeypatch.setattr(trainer.client.changes, "make_ahead", fails)
+        for version in (1, 2, 3):
+            trainer.publish(version, weights(version).items())
+        until(lambda: ShardKey(2, CHECKPOINT) not in trainer.client.serving())
+
+
 def test_the_same_step_twice(address):
     rank = publisher(address)
     rank.publish(1, iter(weights(1).items()))
@@ -326,6 +372,37 @@ def test_a_trainer_asks_for_copies_that_survive_its_rack(address, retain):
             assert_equal(operator.fetch(1).tensors(), weights(1))
         else:
             assert not idle.serving()
+
+
+def test_copies_are_asked_for_until_the_hub_has_heard_it(address, monkeypatch):
+    """In the attempt that was begun, and once."""
+    asked = []
+    with closing(publisher(address, begins=True, retain=(2, "rack"))) as trainer:
+
+        def unheard_at_first(**wanted):
+            asked.append((wanted["domains"], wanted["across"], trainer.attempt))
+            if len(asked) == 1:
+                raise HubUnreachable("the hub does not answer")
+
+        monkeypatch.setattr(trainer.client, "retain", unheard_at_first)
+        with pytest.raises(HubUnreachable):
+            trainer.publish(1, weights(1).items())
+        for version in (1, 2):
+            trainer.publish(version, weights(version).items())
+        trainer.begin(2)
+        trainer.publish(3, weights(3).items())
+        assert asked == [(2, "rack", attempt) for attempt in (0, 0, 1)]
+
+
+def test_what_a_checkpoint_has_is_retained_within_the_time_of_its_publish(address, monkeypatch):
+    with closing(publisher(address, retain=(2, "rack"))) as trainer:
+        given = []
+        trainer.publish(1, weights(1).items())
+        trainer.retain_version_of(trainer._sent.root().hex())
+        monkeypatch.setattr(trainer.client, "retain", lambda **asked: given.append(asked["timeout_s"]))
+        trainer.timeout_s = 3.0
+        trainer.publish(2, weights(1).items())
+        assert len(given) == 1 and given[0] <= 3.0
 
 
 @pytest.mark.parametrize(("is_known", "counts"), [(True, [2]), (False, [1])], ids=["announced", "found out"])
