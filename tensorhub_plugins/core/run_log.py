@@ -151,6 +151,21 @@ def _of_version(tracing: Any, tracer: Any, line: dict[str, Any]) -> tuple[Any, A
     return tracer, tracing.set_span_in_context(tracing.NonRecordingSpan(parent))
 
 
+def record_publish(report: Any, origin: str, worker: str, seconds: float, *, shard: int, **more: Any) -> None:
+    """Record "publish", with the contents of a `PublishReport`."""
+    record(
+        "publish",
+        worker=worker,
+        version=report.version,
+        layout=report.layout,
+        bytes=report.size_bytes,
+        seconds=seconds,
+        shard=shard,
+        origin=origin,
+        **more,
+    )
+
+
 def record_fetch(report: Any, client: Any, *, worker: str, seconds: float) -> None:
     """Record "fetch", with the contents of this client's `ReplicateReport`."""
     record(

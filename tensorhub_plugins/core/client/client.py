@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from tensorhub_plugins.core import digests, options, resources, types
+from tensorhub_plugins.core import digests, options, resources, run_log, types
 from tensorhub_plugins.core.client import arguments, calls, publication, session
 from tensorhub_plugins.core.client.allowed import Allowed
 from tensorhub_plugins.core.client.beginning import begin
@@ -204,9 +204,13 @@ class Client(OfThisProcess):
             self._seen = max(self._seen, version)
         if changed:
             log.warning("%s: version %d: %s", self._worker, version, changed)
-        announced = time.monotonic() - digested
-        seconds = {"copy": copied - allowed.began, "digest": digested - copied, "announce": announced}
-        return PublishReport(version, key.layout, manifest.size_bytes, seconds, manifest)
+        ended = time.monotonic()
+        seconds = {"copy": copied - allowed.began, "digest": digested - copied, "announce": ended - digested}
+        report = PublishReport(version, key.layout, manifest.size_bytes, seconds, manifest)
+        origin = self._hub.origin(version)
+        if is_ours and key.layout == types.CHECKPOINT and types.COMPILED not in origin:  # a Publisher records more
+            run_log.record_publish(report, origin, self._worker, ended - allowed.began, shard=key.shard)
+        return report
 
     def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float | None = None) -> UnpublishReport:
         """Stop offering a version (layout None: in every layout). Afterwards its memory may change.
@@ -266,7 +270,9 @@ class Client(OfThisProcess):
         with allowed.naming(version):
             live = LiveMemory(tensors, parts, repairs=repair, deadline=allowed.deadline)
             destinations = Destinations(self._serving, allowed.deadline, serve=serve, into=live)
-            return ReplicateReport.of(self._transfer(destinations, version, (layout,), allowed, claim=False))
+            report = ReplicateReport.of(self._transfer(destinations, version, (layout,), allowed, claim=False))
+        run_log.record_fetch(report, self._hub, worker=self._worker, seconds=time.monotonic() - allowed.began)
+        return report
 
     def fetch(
         self,
@@ -300,15 +306,9 @@ class Client(OfThisProcess):
         arguments.check_layouts(layouts, converts=converts, serve=serve, repair=repair, borrow=borrow, grows=grows)
         with allowed.naming(version):
             only = None if wanted is None else arguments.wanted_table(wanted, allowed.deadline)
-            live = None if into is None else LiveMemory(into, repairs=repair, deadline=allowed.deadline)
+            own = None if into is None else LiveMemory(into, repairs=repair, deadline=allowed.deadline)
             destinations = Destinations(
-                self._serving,
-                allowed.deadline,
-                serve=serve,
-                into=live,
-                in_place=layouts[0],
-                wanted=only,
-                borrows=borrow,
+                self._serving, allowed.deadline, serve=serve, into=own, in_place=layouts[0], wanted=only, borrows=borrow
             )
             claim = converts and len(layouts) > 1
             outcome = self._transfer(destinations, version, tuple(layouts), allowed, claim=claim)

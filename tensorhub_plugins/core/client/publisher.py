@@ -40,7 +40,7 @@ from tensorhub_plugins.core.memory.staging import host_copy
 from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec, dtype_of, spec_of
 from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.core.process import OfThisProcess
-from tensorhub_plugins.core.run_log import enabled, record, root_key
+from tensorhub_plugins.core.run_log import enabled, record, record_publish, root_key
 from tensorhub_plugins.core.types import CHECKPOINT, NAME_LENGTH_MAX, Across, check_version, items_of, version_of
 
 log = logging.getLogger(__name__)
@@ -336,17 +336,8 @@ class Publisher(OfThisProcess):
         left_s = deadline.remaining()
         report = self.client.publish(version, slab, CHECKPOINT, timeout_s=left_s, parts=parts, strict=True)
         ended = time.monotonic()
-        record(
-            "publish",
-            worker=self.worker,
-            version=version,
-            layout=CHECKPOINT,
-            bytes=slab.size_bytes,
-            seconds=ended - started,
-            shard=self.rank,
-            origin=self.client.origin(version),
-            unpinned=slab.unpinned or None,
-        )
+        origin, unpinned = self.client.origin(version), slab.unpinned or None
+        record_publish(report, origin, self.worker, ended - started, shard=self.rank, unpinned=unpinned)
         if enabled():  # the digests are in the manifest anyway
             digests = {root_key(self.rank, self.ranks): report.manifest.root().hex()}
             record("digests", worker=self.worker, version=version, layout=CHECKPOINT, digests=digests)

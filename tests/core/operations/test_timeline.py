@@ -6,14 +6,17 @@ import json
 import os
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tensorhub_plugins.core import run_log
+from tensorhub_plugins.core import Client, run_log, start_server
 from tensorhub_plugins.core.cli import main
 from tensorhub_plugins.core.operations import critical_path, timeline
+from tensorhub_plugins.core.types import COMPILED
 
 
 def journal(folder: Path, name: str, *events: dict[str, Any]) -> Path:
@@ -39,6 +42,28 @@ def folder(tmp_path: Path) -> Path:
             {"t": at + 1, "event": "request", "worker": f"{replica}/0", "seconds": 0.5, "versions": [3, 3]},
         )  # fmt: skip
     return tmp_path
+
+
+def test_loops_by_hand_have_paths_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As README's: the client records what it does; what engines compile is no version of the model."""
+    monkeypatch.setenv(run_log.VARIABLE, str(tmp_path))
+    with start_server() as hub, ExitStack() as stack:
+
+        def join(replica: str, model: str = "actor") -> Client:
+            return stack.enter_context(Client(hub.address, run="r", model=model, replica=replica))
+
+        trainer, rollout, target = join("trainer"), join("rollout-3"), {"w": torch.zeros(1000)}
+        for version in (1, 2):
+            trainer.publish(version, {"w": torch.full((1000,), float(version))})
+            rollout.wait(newer_than=version - 1, timeout_s=20.0)
+            assert rollout.replicate(target, timeout_s=20.0).version == version
+            rollout.unpublish(version)
+        join("engine", f"actor{COMPILED}0").publish(3, {"files": torch.zeros(10)})
+        trainer.publish(3, {"w": torch.zeros(1000)}, "runtime:f")
+    events = [json.loads(line) for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]
+    assert [each["version"] for each in events if each["event"] == "publish"] == [1, 2]
+    paths = [(path.version, path.replica) for path in critical_path.paths(events)]
+    assert paths == [(1, "rollout-3"), (2, "rollout-3")]
 
 
 def test_it_says_who_was_last_and_for_what(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
