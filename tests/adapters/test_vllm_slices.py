@@ -22,6 +22,7 @@ RELOADED = {  # what must go through vLLM's reload, whatever this CPU packs; Non
     "qwen2-tied": None,
     "gemma": None,
     "mixtral": (EXPERTS,),
+    "mixtral-deep": (EXPERTS,),  # of whose layers between the first and the last none is put to the test
     "qwen3-moe": (EXPERTS,),
     "deepseek-mla": (EXPERTS, "mla_attn"),
     "mamba2": ("mixer",),
@@ -56,7 +57,11 @@ def test_a_rank_updated_from_its_regions_alone_equals_vllms_own_load(kind: str, 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("kind", "tensor"),
-    [pytest.param("llama", "down_proj", id="copied", marks=SMOKE), pytest.param("mixtral", "w2", id="reloaded")],
+    [
+        pytest.param("llama", "down_proj", id="copied", marks=SMOKE),
+        pytest.param("mixtral", "w2", id="reloaded"),
+        pytest.param("mixtral-deep", "layers.2.block_sparse_moe.experts.1.w2", id="not put to the test"),
+    ],
 )
 def test_the_control_a_plan_that_lacks_a_row_is_found_out(kind: str, tensor: str, models: Any) -> None:
     rank = alone(without_a_row, models(kind, 1), models(kind, 2), tensor)

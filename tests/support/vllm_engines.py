@@ -72,6 +72,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # what its classes in transfor
     "phi3": ("Phi3", {"pad_token_id": 0, **UNTIED}),  # q, k and v are one tensor of the checkpoint, gate and up another
     "gemma": ("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **UNTIED}),
+    "mixtral-deep": (
+        "Mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 5, **UNTIED},
+    ),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "head_dim": 32, "decoder_sparse_step": 1, **EXPERTS}),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 32, **UNTIED}),
     "deepseek-mla": (
