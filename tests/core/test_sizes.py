@@ -16,7 +16,7 @@ CEILINGS = {
     "core/deltas": 685,
     "core/hub": 5_605,
     "core/kernels": 560,
-    "core/memory": 3_725,
+    "core/memory": 3_740,
     "core/operations": 1_820,
     "core/protocol": 1_160,
     "core/security": 720,

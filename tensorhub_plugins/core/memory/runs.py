@@ -8,6 +8,8 @@ Columns of a matrix are a run that is *scattered*: one piece for each row, copie
 from __future__ import annotations
 
 import ctypes
+import errno
+import mmap
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ import numpy.typing as npt
 import torch
 
 NOTHING = memoryview(b"")
+MADV_POPULATE_READ = 22  # since Linux 5.14
+_libc = ctypes.CDLL(None, use_errno=True)
 Extents: TypeAlias = "npt.NDArray[np.uint64]"  # [n, 2]: where pieces of a stream lie, address and size in bytes of each
 
 
@@ -147,6 +151,17 @@ def cut_extents(extents: Extents, first: int, last: int, skip: int, take: int) -
     part[0, 0] += np.uint64(skip)
     part[0, 1] -= np.uint64(skip)
     return part
+
+
+def can_be_read(extents: Extents | None) -> bool:
+    """Return whether host memory of this process can be read. The rest of a mapped file that was cut off cannot: to
+    touch it ends the process (SIGBUS). True where the system does not say, and for other memory (None)."""
+    for address, size_bytes in () if extents is None else extents.tolist():
+        skip = address % mmap.PAGESIZE
+        failed = _libc.madvise(ctypes.c_void_p(address - skip), ctypes.c_size_t(size_bytes + skip), MADV_POPULATE_READ)
+        if failed and ctypes.get_errno() == errno.EFAULT:
+            return False
+    return True
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:

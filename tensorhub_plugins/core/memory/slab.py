@@ -43,7 +43,7 @@ from tensorhub_plugins.core.memory.copying import copy_view, copy_views, digests
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan, Loans
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
-from tensorhub_plugins.core.memory.runs import Extents, Runs, memory_of
+from tensorhub_plugins.core.memory.runs import Extents, Runs, can_be_read, memory_of
 from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, held, span_of, stride_of
 from tensorhub_plugins.core.memory.there import digests_there
 from tensorhub_plugins.core.process import Descriptor, OfThisProcess
@@ -368,13 +368,14 @@ class Slab(OfThisProcess):
             return []
         wanted = range(manifest.segment_count) if segments is None else segments
         storages = dict(zip(self._tensors, self._storages, strict=True)) if self._storages else {}
-        freed = [
+        gone = [
             k
             for k in until(deadline, wanted if storages else (), 1)
             if any(self._is_freed(s.name, storages[s.name]) for s in until(deadline, manifest.specs_in([k])))
+            or not can_be_read(self.addresses(*manifest.segment_range(k)))
         ]
-        if freed:
-            return freed  # there is nothing left to read
+        if gone:
+            return gone  # there is nothing left to read
         digest = partial(self.digest, algorithm=manifest.digest_algorithm)
         if segments is None:
             found = self._digests(manifest.segment_size_bytes, manifest.digest_algorithm, deadline=deadline)

@@ -1,6 +1,7 @@
 """Slabs: every tensor becomes the stream it should, and back, in place; what cannot work is refused by name."""
 
 import ctypes
+import os
 import subprocess
 import sys
 import warnings
@@ -25,6 +26,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 @pytest.fixture(params=KINDS)
 def make(request):
     return KINDS[request.param]
+
+
+# --- what is left of it ---
+
+
+@pytest.mark.parametrize("kept", [4, 2, 0], ids=["control", "some", "none"])
+def test_what_was_cut_off_a_mapped_file_is_damaged(tmp_path, kept):
+    """Who reads it is ended by SIGBUS: a child looks."""
+    path, segment = tmp_path / "file", 1 << 16
+    path.write_bytes(bytes(4 * segment))
+    with Slab.adopt({"w": torch.from_file(str(path), size=4 * segment, dtype=torch.uint8)}) as slab:
+        manifest = slab.manifest(segment)
+        os.truncate(path, kept * segment)
+        if (child := os.fork()) == 0:
+            found = slab.damaged(manifest), slab.damaged(manifest, [1, 3])
+            os._exit(found == ([k for k in range(4) if k >= kept], [k for k in (1, 3) if k >= kept]))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 # --- the stream ---
