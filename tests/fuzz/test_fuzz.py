@@ -36,6 +36,7 @@ from tensorhub_plugins.core.memory import block, moves
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.address import parse_address
+from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.protocol.lineage import Attempt
 from tensorhub_plugins.core.transports import TransportLimits
 from tensorhub_plugins.core.transports.rdma import messages as rdma
@@ -94,9 +95,9 @@ def only(rounds: Rounds, *allowed: type[BaseException]) -> Iterator[None]:
 def hub_messages() -> list[m.HubMessage]:
     grant = m.Grant(0, A, "a/0", {"tcp": "tcp://1.2.3.4:5"}, Location(), b"r" * 16, 100, 3)
     return [
-        m.Welcome(HUB, 1.0, 15.0, 1, m.Directive(1, 1, (3,))),
+        m.Welcome(HUB, 1.0, 15.0, 1, Directive(1, 1, (3,))),
         m.Unknown(HUB),
-        m.Alive((1, 2), m.Directive(), (KEYS[0], (1, 2))),
+        m.Alive((1, 2), Directive(), (KEYS[0], (1, 2))),
         m.Done(1),
         m.Unpublished(1, ("a/0",), True),
         m.Granted(1, 1, CHECKPOINT, 1, (grant,), KEYS[1], 1, HUB),

@@ -43,6 +43,7 @@ from tensorhub_plugins.core.hub import hub as hub_machine
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import Directive, merge
 from tensorhub_plugins.core.protocol.lineage import Attempt, is_superseded, merged
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey, attempt_of, domain, step_of
 
@@ -126,7 +127,7 @@ def _check_directed(world: World, session: bytes, reply: m.HubMessage) -> None:
             if world.now < world.hub_listens_from + HubLimits().grace_s - 0.01:
                 raise Violation("hasty", world, f"attempt {attempt.number} is begun, and others may have one to name")
             _check_number(world, attempt)
-            world.directive = m.merge(old, m.Directive(old.serial, old.pin, (), (attempt,)))
+            world.directive = merge(old, Directive(old.serial, old.pin, (), (attempt,)))
             world.attempts = merged(world.attempts, (attempt,))
         case m.Done(), m.Retain():
             world.told_to_retain = True
@@ -139,7 +140,7 @@ def _check_directed(world: World, session: bytes, reply: m.HubMessage) -> None:
         case m.Done(), m.Withdraw(_, version):
             world.ever_withdrawn.add(version)
             known = version in old.withdrawn
-            new = m.merge(old, m.Directive(0, 0, (version,)))
+            new = merge(old, Directive(0, 0, (version,)))
             world.directive = msgspec.structs.replace(new, serial=old.serial + (not known))
         case ((m.Granted() | m.Visible()), _):
             version = reply.version

@@ -41,6 +41,7 @@ from tensorhub_plugins.core.deltas.cache import Deltas
 from tensorhub_plugins.core.hub import candidates
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.protocol.lineage import Attempt
 
 SEEDS = int(os.environ.get("TENSORHUB_SIM_SEEDS", str(choose.OF)))  # at most, where fewer show enough
@@ -141,7 +142,7 @@ def test_a_hub_that_is_stopped_at_its_start_decides_nothing_when_it_wakes(
 def test_a_trainer_that_is_told_to_end_starts_again(starts_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rollout was silent when the trainer began, and knows of another attempt of that number, whose mark counts."""
     world = cluster(3)
-    world.faults, rival = Faults(), m.Directive(attempts=(Attempt(0, 0, b"\xff" * 16),))
+    world.faults, rival = Faults(), Directive(attempts=(Attempt(0, 0, b"\xff" * 16),))
     world.at(10.0, lambda: next(iter(world.groups[1].workers)).feed(s.Heard(m.Alive(directive=rival))))
     if starts_again:
         assert world.run()["ended_as_told"] == 1

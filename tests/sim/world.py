@@ -35,6 +35,7 @@ from tensorhub_plugins.core.hub import hub as hub_machine
 from tensorhub_plugins.core.hub.report import validate
 from tensorhub_plugins.core.hub.server import DEAF_S_MIN
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, merge
 from tensorhub_plugins.core.protocol.lineage import Lineage
 from tensorhub_plugins.core.types import ShardKey
 
@@ -140,7 +141,7 @@ class World:
             tuple[bytes, ShardKey], dict[str, float]
         ] = {}  # source, shard -> readers that it was told to cut off, and when the hub last decided so
         self.unpublishing: dict[tuple[bytes, int], tuple[ShardKey, ...]] = {}  # session, request -> what it gives up
-        self.directive = m.NO_DIRECTIVE  # what this life of the hub has been told
+        self.directive = NO_DIRECTIVE  # what this life of the hub has been told
         self.attempts: Lineage = ()  # all that were ever begun
         self.begun: dict[int, set[bytes]] = {}  # number -> marks of the attempts that have had it
         self.asked: dict[tuple[bytes, int], m.ClientMessage] = {}  # by session and request
@@ -227,7 +228,7 @@ class World:
         self.hub_listens_from = born
         self.hub_lead = random.Random(self.lives).uniform(-1000.0, 1000.0)  # leaves self.rng as it is
         self.hub = hub_machine.Hub(some_bytes("hub", self.lives) * 2, born + self.hub_lead)
-        self.directive = m.NO_DIRECTIVE
+        self.directive = NO_DIRECTIVE
         self.hub_deaf_since = self.now if self.now < self.hub_frozen_until else None
         self._tick_hub(self.lives)
 
@@ -311,7 +312,7 @@ class World:
                     self.returned[worker.session] = self.now
                 self.met.add(worker.session)
                 self.last_hello[worker.session] = max(sent, self.last_hello.get(worker.session, 0.0))
-                self.directive = m.merge(self.directive, message.directive)
+                self.directive = merge(self.directive, message.directive)
                 self.given_up -= {(worker.session, holding.key) for holding in message.holdings}
             if isinstance(message, m.Publish):
                 self.given_up.discard((worker.session, message.holding.key))

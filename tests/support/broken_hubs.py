@@ -21,6 +21,7 @@ from tensorhub_plugins.core.hub.reading import Reading
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import History, Pending
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive
 
 Broken = Callable[[], AbstractContextManager[object]]
 
@@ -124,7 +125,7 @@ def follows_the_newest_though_another_is_pinned() -> AbstractContextManager[obje
 def shows_what_is_withdrawn() -> AbstractContextManager[object]:
     direct = Following.direct
 
-    def broken(self: Following, history: History, directive: m.Directive, **welcomed: Any) -> None:
+    def broken(self: Following, history: History, directive: Directive, **welcomed: Any) -> None:
         visible = {n for n, v in history.versions.items() if v.visible}
         direct(self, history, directive, **welcomed)
         for number in visible:
@@ -137,7 +138,7 @@ def shows_what_is_withdrawn() -> AbstractContextManager[object]:
 def shows_what_is_superseded() -> Iterator[None]:
     direct = Following.direct
 
-    def broken(self: Following, history: History, directive: m.Directive, **welcomed: Any) -> None:
+    def broken(self: Following, history: History, directive: Directive, **welcomed: Any) -> None:
         visible = {n for n, v in history.versions.items() if v.visible}
         direct(self, history, directive, **welcomed)
         for number in visible - history.withdrawn:
@@ -166,8 +167,8 @@ def numbers_every_attempt_alike() -> AbstractContextManager[object]:
 def lends_what_is_withdrawn() -> AbstractContextManager[object]:
     direct = Following.direct
 
-    def broken(self: Following, history: History, directive: m.Directive, **welcomed: Any) -> None:
-        direct(self, history, m.Directive(directive.serial, directive.pin, (), directive.attempts), **welcomed)
+    def broken(self: Following, history: History, directive: Directive, **welcomed: Any) -> None:
+        direct(self, history, Directive(directive.serial, directive.pin, (), directive.attempts), **welcomed)
 
     return mock.patch.object(Following, "direct", broken)
 
@@ -184,7 +185,7 @@ def does_not_listen_to_directives() -> AbstractContextManager[object]:
     hello = Hub._hello
 
     def broken(self: Hub, session: bytes, said: m.Hello, *more: Any) -> None:
-        hello(self, session, msgspec.structs.replace(said, directive=m.NO_DIRECTIVE), *more)
+        hello(self, session, msgspec.structs.replace(said, directive=NO_DIRECTIVE), *more)
 
     return mock.patch.object(Hub, "_hello", broken)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import Directive
+from tensorhub_plugins.core.protocol.fields import SERIAL_MAX
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 A, B, C = (letter.encode() * 16 for letter in "abc")
@@ -18,7 +20,7 @@ def hello(replica: str, request_id: int = 1) -> m.Hello:
     lease = m.HeldLease(3, 1, CHECKPOINT, {0: B}, 9.0)
     return m.Hello(
         "run", "actor", replica, 0, 1, Location("dc", "rack", replica), {"tcp": "tcp://1.2.3.4:5"}, held, (lease,),
-        (KEYS[1],), 2, request_id, (2,), 1, 1, 1, m.Directive(3, 1, (7,)), HUB,
+        (KEYS[1],), 2, request_id, (2,), 1, 1, 1, Directive(3, 1, (7,)), HUB,
     )  # fmt: skip
 
 
@@ -63,7 +65,7 @@ def hostile_messages(rng: random.Random, others: list[bytes]) -> list[m.ClientMe
     forged = m.Hello(
         "run", "actor", rng.choice(("trainer", "reader", "evil")), 0, 1, Location(), {"tcp": "tcp://6.6.6.6:6"},
         (held, m.Holding(key, b"x" * 16, 1)), (lease,) * rng.randrange(4), (key,), rng.choice((None, 0, 1024)), number,
-        (number,), far, far, far, m.Directive(rng.choice((1, m.SERIAL_MAX)), far, (1, 2)), rng.choice((HUB, b"", None)),
+        (number,), far, far, far, Directive(rng.choice((1, SERIAL_MAX)), far, (1, 2)), rng.choice((HUB, b"", None)),
     )  # fmt: skip
     return [
         *client_messages(rng),
@@ -75,7 +77,7 @@ def hostile_messages(rng: random.Random, others: list[bytes]) -> list[m.ClientMe
         m.Acquire(number, 1, 0, (CHECKPOINT,), 1e6, False, (0,) * 99, CHECKPOINT, 1),
         m.Release(number, 0, True, (1, 2, 3)),
         m.Wait(number, far, far, 1e6),
-        m.Target(number, far, 1e6, (1, 2), m.SERIAL_MAX),
+        m.Target(number, far, 1e6, (1, 2), SERIAL_MAX),
         m.Pin(number, far, 0.0),
         m.Withdraw(number, 1, 0.0),
         m.Retain(number, 1024),

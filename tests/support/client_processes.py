@@ -13,7 +13,7 @@ from processes import Another, answering, forkserver
 from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, process, start_server
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.protocol import messages
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE
 
 SEGMENT = 1 << 16  # bytes; small, so that a little data is many segments
 SEGMENTS = 16  # of `tensors_of`
@@ -115,7 +115,7 @@ class Worker:
 
     def forget_directive(self) -> None:
         """Behave as a worker that never keeps what operators decide."""
-        self.client._hub._machine.directive = messages.NO_DIRECTIVE
+        self.client._hub._machine.directive = NO_DIRECTIVE
 
     def fetch(self, layouts: tuple[str, ...], timeout_s: float) -> str | None:
         """Fetch a version, and return which layout this worker is to convert to."""

@@ -41,6 +41,7 @@ from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.process import OfThisProcess, check_not_forked, identity
 from tensorhub_plugins.core.protocol import advertised, messages
+from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.security import secret, tls
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
@@ -593,7 +594,7 @@ class Client(OfThisProcess):
         self._check_open()
         return self._hub.answer(make, Deadline.after(timeout_s))
 
-    def _directed(self, directive: messages.Directive) -> None:
+    def _directed(self, directive: Directive) -> None:
         with self._lock:
             transfers = list(self._transfers)
             self._seen = 0 if directive.is_over(self._seen) else self._seen

@@ -36,6 +36,8 @@ from tensorhub_plugins.core.protocol.address import (
     no_way,
     parse_address,
 )
+from tensorhub_plugins.core.protocol.directive import Directive
+from tensorhub_plugins.core.protocol.fields import COUNT_MAX
 from tensorhub_plugins.core.security import curve
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
@@ -104,7 +106,7 @@ class HubLink:
         connect_timeout_s: float,
         on_source_gone: Callable[[bytes], None],
         on_may_release: Callable[[session.MayRelease], None],
-        on_directive: Callable[[messages.Directive], None] = lambda directive: None,
+        on_directive: Callable[[Directive], None] = lambda directive: None,
         on_doubted: Callable[[session.Doubted | session.Disowned], None] = lambda effect: None,
         copies: Copies | None = None,
         keys: Keys | None = None,
@@ -172,7 +174,7 @@ class HubLink:
         return self._answers_in_s > FAR_S
 
     @property
-    def directive(self) -> messages.Directive:
+    def directive(self) -> Directive:
         """Return what operators have decided, as far as this worker knows."""
         return self._machine.directive
 
@@ -432,7 +434,7 @@ class HubLink:
         self._machine.unreached = self.unreached.sessions(time.monotonic())  # for the next heartbeat, as are:
         self._machine.worked, self._machine.lacks = work.count(), resources.lacked()
         if self._copies is not None and isinstance(message, messages.Welcome | messages.Alive):
-            self._machine.room_bytes = min(self._copies.room_bytes(), messages.COUNT_MAX)
+            self._machine.room_bytes = min(self._copies.room_bytes(), COUNT_MAX)
         if self._copies is not None and isinstance(message, messages.Alive) and message.hold:
             self._copies.hold(message.hold)
         hub, tells = self._machine.hub, isinstance(message, messages.Welcome | messages.Alive) and message.clock

@@ -29,6 +29,7 @@ from typing_extensions import assert_never
 from tensorhub_plugins.core.client.asked import Asked, Read
 from tensorhub_plugins.core.deadline import bounded, remaining_s
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive, directive_checksum, merge
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.types import NOTHING, RECENT_S, Came, ShardKey
 
@@ -116,7 +117,7 @@ class MayRelease(msgspec.Struct, frozen=True):
 class Directed(msgspec.Struct, frozen=True):
     """Operators have decided something new, or a trainer has begun an attempt."""
 
-    directive: m.Directive
+    directive: Directive
 
 
 class Doubted(msgspec.Struct, frozen=True):
@@ -179,7 +180,7 @@ class Session:
     seen: int = 0  # the newest version that the hub has named
     resolved: int = 0  # our replica's "latest" in `generation`, the last one
     generation: int = 0
-    directive: m.Directive = m.NO_DIRECTIVE
+    directive: Directive = NO_DIRECTIVE
     mark: bytes = b""  # of the attempt that we have begun
     name_proof: bytes = b""  # a hub's proof that our name is ours
     heartbeat_s: float = 1.0
@@ -412,9 +413,9 @@ class Session:
         self._hello_first = self.last_request_id + 1
         self._hello(now)
 
-    def _direct(self, directive: m.Directive) -> bool:
+    def _direct(self, directive: Directive) -> bool:
         """Merge a directive; return whether it contains all that operators have decided, as far as we know."""
-        merged = m.merge(self.directive, directive)
+        merged = merge(self.directive, directive)
         if merged != self.directive:
             self.directive = merged
             self._has_seen(0)
@@ -450,7 +451,7 @@ class Session:
                     self.claims[reply.claim] = reply.awaited
             case m.Begin(), m.Begun(_, attempt):
                 self.mark = attempt.mark
-                self._direct(m.Directive(attempts=(attempt,)))
+                self._direct(Directive(attempts=(attempt,)))
             case m.Wait() | m.Target(), m.Visible(_, version):
                 self._has_seen(version)
             case m.Retain() as retain, m.Done(_, serial) if serial >= self.retain_serial:
@@ -532,7 +533,7 @@ class Session:
         assert self.hub is not None
         changing = any(isinstance(asked.message, m.Publish | m.Unpublish) for asked in self.asked.values())
         checksum = 0 if changing else m.holdings_checksum((key, h.complete) for key, h in self.holdings.items())
-        directive = m.directive_checksum(self.directive)
+        directive = directive_checksum(self.directive)
         self._send(
             m.Heartbeat(
                 self.hub,

@@ -15,6 +15,7 @@ from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import History, Pending, Worker, check_of
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import Directive, merge
 from tensorhub_plugins.core.protocol.lineage import Attempt
 from tensorhub_plugins.core.types import ATTEMPTS_MAX, attempt_of
 
@@ -83,7 +84,7 @@ class Beginning:
         for member in members:
             member.worker.mark = attempt.mark
         self._outbox.log(f"{history.name}: {pending.worker.hello.replica} begins attempt {number} at step {begin.step}")
-        self._following.direct(history, m.merge(old, m.Directive(old.serial, old.pin, (), (attempt,))))
+        self._following.direct(history, merge(old, Directive(old.serial, old.pin, (), (attempt,))))
         history.begun_by = frozenset(member.id for member in members)
         for member in members:
             if member is not pending:

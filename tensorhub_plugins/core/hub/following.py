@@ -17,6 +17,8 @@ from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import History, Pending, Worker
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import WITHDRAWN_MAX, Directive, merge
+from tensorhub_plugins.core.protocol.fields import SERIAL_MAX
 from tensorhub_plugins.core.protocol.lineage import Attempt, conflicts
 from tensorhub_plugins.core.types import version_text
 
@@ -140,19 +142,19 @@ class Following:
             again = msgspec.structs.replace(old, serial=old.serial + 1, pin=number)
             new = again if number or old.pin else old
         else:
-            new = m.merge(old, m.Directive(old.serial, old.pin, (number,)))
+            new = merge(old, Directive(old.serial, old.pin, (number,)))
             problem = _cannot_withdraw(history, number, new)
             if new != old:
                 new = msgspec.structs.replace(new, serial=old.serial + 1)
-        if problem is None and new.serial > m.SERIAL_MAX:
-            problem = f"{m.SERIAL_MAX} directives were given in {history.name}: use another run name"
+        if problem is None and new.serial > SERIAL_MAX:
+            problem = f"{SERIAL_MAX} directives were given in {history.name}: use another run name"
         if problem is not None:
             self._outbox.log(f"{pending.worker.name}: refused: {problem}")
             return m.Refused(message.request_id, "UsageError", problem)
         self.direct(history, new)
         return m.Done(message.request_id)
 
-    def announced(self, history: History, directive: m.Directive, now: float) -> m.Directive:
+    def announced(self, history: History, directive: Directive, now: float) -> Directive:
         """Return the directive after a worker has announced this one, which is ignored where it is impossible."""
         is_far = directive.serial > history.directive.serial + SERIALS_AHEAD_MAX
         known_attempt = max([0, *(attempt.number for attempt in history.directive.attempts)])
@@ -163,7 +165,7 @@ class Following:
             return history.directive
         for counts, other in conflicts(history.directive.attempts, directive.attempts):
             self._warn(history, counts, other)
-        return m.merge(history.directive, directive)
+        return merge(history.directive, directive)
 
     def _warn(self, history: History, counts: Attempt, other: Attempt) -> None:
         """Warn once of two trainers with one attempt: every worker that knows of the other one announces it."""
@@ -178,7 +180,7 @@ class Following:
             f"The one of mark {counts.mark.hex()} counts, and what the other publishes is refused: end that one"
         )
 
-    def direct(self, history: History, directive: m.Directive, *, welcomed: bytes | None = None) -> None:
+    def direct(self, history: History, directive: Directive, *, welcomed: bytes | None = None) -> None:
         """Apply a new directive and send it to all workers. welcomed: this worker gets it with its Welcome."""
         old, waiters = history.directive, self._registry.waiters
         if directive == old:
@@ -210,9 +212,9 @@ def _cannot_pin(history: History, number: int) -> str | None:
     return None
 
 
-def _cannot_withdraw(history: History, number: int, new: m.Directive) -> str | None:
+def _cannot_withdraw(history: History, number: int, new: Directive) -> str | None:
     if number not in new.withdrawn:
-        return f"version {number} cannot be withdrawn: {m.WITHDRAWN_MAX} newer ones are, and no more are remembered"
+        return f"version {number} cannot be withdrawn: {WITHDRAWN_MAX} newer ones are, and no more are remembered"
     if number in history.withdrawn or number <= history.newest_visible:
         return None
     return f"version {number} cannot be withdrawn because it was never published; held: {listed(history)}"

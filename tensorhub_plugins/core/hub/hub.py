@@ -68,6 +68,7 @@ from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.hub.state import Claim, History, Lease, Pending, Room, Timed, Waiting, Worker, items_of
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.fields import SERIAL_MAX
 from tensorhub_plugins.core.types import CHECKPOINT, WAYS, Role, ShardKey
 
 __all__ = ["Effect", "Event", "Hub", "Log", "Received", "Send", "Tick"]
@@ -351,7 +352,7 @@ class Hub:
                 self.registry.end_claim(worker, key, now)
                 self._outbox.reply(worker, m.Done(request_id))
             case m.Retain(_, newest, domains, across, _, also):
-                serial = min(worker.history.retain_serial + 1, m.SERIAL_MAX)
+                serial = min(worker.history.retain_serial + 1, SERIAL_MAX)
                 worker.history.retain(newest, domains, across, serial, also)
                 self._outbox.reply(worker, m.Done(request_id, serial))
             case m.AskVersions():

@@ -28,6 +28,7 @@ from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import Worker
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE
 from tensorhub_plugins.core.types import Role
 
 SILENT_HEARTBEATS = 5  # as many as a client waits for before it reports that the hub is away
@@ -127,7 +128,7 @@ def without_records(hello: m.Hello) -> m.Hello:
         holdings=(),
         leases=(),
         claims=(),
-        directive=m.NO_DIRECTIVE,
+        directive=NO_DIRECTIVE,
     )
 
 

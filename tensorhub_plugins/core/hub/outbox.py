@@ -8,8 +8,8 @@ import msgspec
 
 from tensorhub_plugins.core.hub.state import Worker
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.fields import TEXT_LENGTH_MAX
 
-REFUSAL_LENGTH_MAX = 4096  # characters, as in messages.Text
 REPLIES_KEPT_MAX = 256  # per session, for requests that are sent again
 REPLIES_KEPT_BYTES_MAX = 1 << 20  # of them together, about; but the last one is always kept
 
@@ -45,7 +45,7 @@ class Outbox:
     def send(self, session: bytes, message: m.HubMessage) -> None:
         """Send this to the worker of that session."""
         if isinstance(message, m.Refused):  # it may quote names of others, and is to be decoded
-            message = msgspec.structs.replace(message, message=message.message[:REFUSAL_LENGTH_MAX])
+            message = msgspec.structs.replace(message, message=message.message[:TEXT_LENGTH_MAX])
         self._effects.append(Send(session, message))
 
     def log(self, text: str) -> None:

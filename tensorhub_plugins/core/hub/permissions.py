@@ -19,6 +19,7 @@ from typing_extensions import assert_never
 from tensorhub_plugins.core.hub.limits import LEASES_PER_SESSION_MAX
 from tensorhub_plugins.core.hub.state import Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE
 from tensorhub_plugins.core.types import CHECKPOINT, Role, ShardKey
 
 # all: it counts as it was sent. own: only what it says of its own worker counts, see `_own`. never: it is refused.
@@ -64,7 +65,7 @@ DECIDED_BY_PUBLISHERS: Mapping[str, object] = {
     "retain_across": "host",
     "retain_serial": 0,
     "retain_also": 0,
-    "directive": m.NO_DIRECTIVE,
+    "directive": NO_DIRECTIVE,
     "mark": b"",
 }
 

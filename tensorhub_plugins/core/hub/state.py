@@ -15,6 +15,8 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from tensorhub_plugins.core.hub.candidates import Sources
 from tensorhub_plugins.core.hub.copies import Copies, Counted
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, WITHDRAWN_MAX, Directive, directive_checksum
+from tensorhub_plugins.core.protocol.fields import COUNT_MAX
 from tensorhub_plugins.core.protocol.lineage import is_superseded
 from tensorhub_plugins.core.types import CHECKPOINT, Across, Role, ShardKey, VersionInfo
 
@@ -23,7 +25,7 @@ Value = TypeVar("Value")
 GroupId: TypeAlias = tuple[str, int, Role, str]  # replica, shard count, role, job: equal for all members
 ROOTS_KEPT_MAX = 65_536  # shards of versions that no worker holds any more: 250 versions of 256 shards, 16 MB
 VERSION_SIZE_BYTES = 64  # of one version in an answer, about, without the names
-SHOWN_MAX = m.WITHDRAWN_MAX + 1  # one is left if all that a directive can name are withdrawn
+SHOWN_MAX = WITHDRAWN_MAX + 1  # one is left if all that a directive can name are withdrawn
 READ_BYTES_MAX = 1 << 62
 LOST_MAX = 64  # workers of one model, the last ones: operators look at them one by one
 
@@ -134,7 +136,7 @@ class Bound:
         """Take a new count. The first one is no rate: the hub may have been started in the middle of the read."""
         if progress > self.progress:
             if self.progress and now > self.progress_at:
-                self.bytes_per_s = min((progress - self.progress) / (now - self.progress_at), float(m.COUNT_MAX))
+                self.bytes_per_s = min((progress - self.progress) / (now - self.progress_at), float(COUNT_MAX))
             self.progress, self.progress_at = progress, now
 
 
@@ -398,11 +400,11 @@ class History:
     corrupt_segments: int = 0  # that readers got, from workers that may have left since
     read_bytes: Counter[str] = field(default_factory=Counter)  # by way, of reads that have ended
     wire_bytes: int = 0  # sent for them
-    directive: m.Directive = m.NO_DIRECTIVE
+    directive: Directive = NO_DIRECTIVE
     withdrawn: frozenset[int] = frozenset()  # its versions
     begun_by: frozenset[tuple[bytes, int]] = frozenset()  # requests that have begun the newest attempt here
     marks_refused: dict[bytes, None] = field(default_factory=dict)  # of trainers that were warned of
-    directive_checksum: int = field(default_factory=lambda: m.directive_checksum(m.NO_DIRECTIVE))
+    directive_checksum: int = field(default_factory=lambda: directive_checksum(NO_DIRECTIVE))
     versions: dict[int, Version] = field(default_factory=dict)
     roots: dict[int, Contents] = field(default_factory=dict)  # of versions that were visible and are forgotten
     roots_count: int = 0
@@ -503,13 +505,13 @@ class History:
             serial, newest, domains, across, also = said
             self.retain(newest, domains, across, serial, also)
 
-    def direct(self, directive: m.Directive) -> None:
+    def direct(self, directive: Directive) -> None:
         """Apply an operators' directive to this history."""
         if directive.mark != self.directive.mark:
             self.begun_by = frozenset()
         self.directive, self.withdrawn = directive, frozenset(directive.withdrawn)
         self._refresh_newest()
-        self.directive_checksum = m.directive_checksum(directive)
+        self.directive_checksum = directive_checksum(directive)
 
     def is_over(self, number: int) -> bool:
         """Return whether this version is not to be used any more: it was withdrawn, or a newer attempt ended it."""

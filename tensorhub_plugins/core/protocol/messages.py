@@ -18,61 +18,49 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 import msgspec
 
 from tensorhub_plugins.core.errors import ProtocolError
-from tensorhub_plugins.core.protocol.lineage import ATTEMPTS_KEPT_MAX, Attempt, Mark, Step, is_superseded, merged
-from tensorhub_plugins.core.types import (
-    DECODE_ERRORS,
-    DOMAINS_MAX,
-    PRINTABLE,
-    SHARDS_MAX,
-    Across,
-    Hosts,
-    Location,
-    ShardKey,
-    VersionInfo,
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive
+from tensorhub_plugins.core.protocol.fields import (
+    Count,
+    Domains,
+    Endpoints,
+    HubLife,
+    Layouts,
+    LeaseName,
+    Name,
+    Number,
+    Processes,
+    Requests,
+    Root,
+    Seconds,
+    Serial,
+    Session,
+    Sessions,
+    Shard,
+    ShardCount,
+    Shards,
+    Text,
+    Word,
+    WorkerName,
 )
+from tensorhub_plugins.core.protocol.lineage import Attempt, Mark, Step
+from tensorhub_plugins.core.types import DECODE_ERRORS, SHARDS_MAX, Across, Hosts, Location, ShardKey, VersionInfo
 
 MAGIC = b"TH"
 PROTOCOL = 1
 RETAIN_MAX = 1024  # versions
-WITHDRAWN_MAX = 256  # versions that a directive names, the newest: older ones have long lost their last holder
 REFUSED_MAX = 64  # versions that one engine cannot install, the last ones: far more than are held at any time
 NOT_HELD_MAX = 8  # that a Welcome names: the next Welcome names the next ones
 GRANTS_MAX = 4096  # in one answer: with the longest names it is below FROM_HUB_SIZE_BYTES_MAX
 SERVED_MAX = 1024  # leases that one heartbeat names; the next one names the rest
 CORRUPT_MAX = 16  # segments that one message names: after a few a source is not asked again
-SERIAL_MAX = 1 << 32  # of directives: far more than a run ever gets
-SECONDS_MAX = 31_536_000.0  # a year: no request needs to wait longer
 HOLDINGS_MAX = 8192  # of one worker: its shard in some layouts of some versions
 FROM_CLIENT_SIZE_BYTES_MAX = 4 << 20  # a hello with 1,024 holdings is below 200 KB
 FROM_HUB_SIZE_BYTES_MAX = 20 << 20  # status of 8,192 workers is about 4 MB
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
-Word = Annotated[str, msgspec.Meta(max_length=256, pattern=PRINTABLE)]  # may be empty
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
-WorkerName = Annotated[str, msgspec.Meta(min_length=1, max_length=256 + 6, pattern=PRINTABLE)]  # replica/shard
-LeaseName = Annotated[str, msgspec.Meta(max_length=64, pattern=PRINTABLE)]  # a source passes on what readers show it
-Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # an incarnation of a worker, by its public name
-HubLife = Annotated[bytes, msgspec.Meta(max_length=16)]  # an incarnation of the hub; b"": none is known
-Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-COUNT_MAX = 1 << 48
-Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
-Shards = Annotated[tuple[Count, ...], msgspec.Meta(max_length=SHARDS_MAX)]
-Layouts = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=8)]
-Sessions = Annotated[tuple[Session, ...], msgspec.Meta(max_length=1024)]
-Requests = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
-Scheme = Annotated[str, msgspec.Meta(min_length=1, max_length=32, pattern=PRINTABLE)]
-Endpoints = Annotated[dict[Scheme, Word], msgspec.Meta(max_length=8)]  # of one worker: one for each transport
-Shard = Annotated[int, msgspec.Meta(ge=0, lt=SHARDS_MAX)]
-ShardCount = Annotated[int, msgspec.Meta(ge=1, le=SHARDS_MAX)]
-Domains = Annotated[int, msgspec.Meta(ge=1, le=DOMAINS_MAX)]
-Processes = Annotated[tuple[Word, ...], msgspec.Meta(max_length=1024)]
 ErrorCode: TypeAlias = Literal[
     "DeadlineExceeded", "NotPublished", "ProtocolError", "Superseded", "UsageError", "VersionGone"
 ]
 Origin: TypeAlias = Literal["published", "replicated"]  # by a trainer, or read from another worker
-Number = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]  # of a version
-Serial = Annotated[int, msgspec.Meta(ge=0, le=SERIAL_MAX)]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -143,46 +131,6 @@ class Grant(_Message, frozen=True):
     as_of: Count = 0
     ticket: Ticket | None = None  # where the hub has a secret
     hosts: Hosts = ()  # of the source, see Hello
-
-
-class Directive(_Message, frozen=True):
-    """What operators have decided about the versions of one history.
-
-    pin: the version that all followers are to run; 0: the newest. withdrawn: versions that are bad, in order. attempts:
-    which its trainers have begun, see lineage.py. The hub sends it to every worker of the history, and every worker
-    announces it in its Hello, so that it outlives the hub. Each decision takes the next serial.
-    """
-
-    serial: Serial = 0
-    pin: Count = 0
-    withdrawn: Annotated[tuple[Number, ...], msgspec.Meta(max_length=WITHDRAWN_MAX)] = ()
-    attempts: Annotated[tuple[Attempt, ...], msgspec.Meta(max_length=ATTEMPTS_KEPT_MAX)] = ()
-
-    @property
-    def mark(self) -> bytes:
-        """Return the mark of the newest attempt; b"": none was begun."""
-        return self.attempts[-1].mark if self.attempts else b""
-
-    def is_over(self, version: int) -> bool:
-        """Return whether this version must not be read or run any more: it was withdrawn, or is superseded."""
-        return version in self.withdrawn or is_superseded(version, self.attempts)
-
-
-NO_DIRECTIVE = Directive()
-
-
-def merge(one: Directive, other: Directive) -> Directive:
-    """Return the union of both, whatever the order in which they came.
-
-    The pin is that of the higher serial, or the higher one if two hubs have assigned the same serial, of which the
-    second one did not know yet. A withdrawal is never undone. A version that is over is not pinned.
-    """
-    if one == other:
-        return one
-    serial, pin = max((one.serial, one.pin), (other.serial, other.pin))
-    withdrawn = tuple(sorted({*one.withdrawn, *other.withdrawn})[-WITHDRAWN_MAX:])
-    both = Directive(serial, pin, withdrawn, merged(one.attempts, other.attempts))
-    return msgspec.structs.replace(both, pin=0) if both.is_over(pin) else both
 
 
 # --- client to hub ---
@@ -278,7 +226,9 @@ class Publish(_Message, frozen=True):
 
 class Unpublish(_Message, frozen=True):
     """Grant no more leases on these shards; answer when no reader is left, or at the deadline.
-    gone: the worker does not have them any more, whatever the answer."""
+
+    gone: the worker does not have them any more, whatever the answer.
+    """
 
     request_id: Count
     keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=HOLDINGS_MAX)]
@@ -320,9 +270,10 @@ class Acquire(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    """The lease of an Acquire ends, whole (shard None) or for one shard. lost: the source has failed.
-    corrupt: segments of that shard which the source has sent with other bytes than were published. refused: the
-    source's address refuses connections. came: what was read of that shard.
+    """The lease of an Acquire ends, whole (shard None) or for one shard.
+
+    lost: the source has failed. corrupt: segments of that shard which the source has sent with other bytes than were
+    published. refused: the source's address refuses connections. came: what was read of that shard.
     """
 
     request_id: Count
@@ -351,8 +302,10 @@ class Wait(_Message, frozen=True):
 
 class Target(_Message, frozen=True):
     """Asks which version a follower is to run; answered as soon as that is not `installed` (0: none).
-    The pinned one, if `pins`; else the newest visible one not in `refused` (why: the newest of them; failure: of a try
-    since), and not below what is installed unless that was withdrawn. serial: of the directive it refused under.
+
+    It is the pinned one, if `pins`; else the newest visible one that is not in `refused`, and not below what is
+    installed unless that was withdrawn. serial: of the directive under which the follower has refused versions. why:
+    why it has refused the newest of them. failure: why a try since then has failed.
     """
 
     request_id: Count
@@ -396,6 +349,7 @@ class Retain(_Message, frozen=True):
 
 class Begin(_Message, frozen=True):
     """A trainer starts: asks for the next attempt, at the step that it resumes from (0: from none).
+
     Every shard of its replica asks, with the same step and word (the id of this launch, which its ranks share); all
     are answered at once. gone: processes of its former incarnations that have ended, as the worker has found out.
     waits: until rivals that may be alive are declared dead; else the answer names them at once.
@@ -573,11 +527,6 @@ HubMessage: TypeAlias = Welcome | Unknown | Alive | SourceGone | MayRelease | Re
 def holdings_checksum(held: Iterable[tuple[ShardKey, bool]]) -> int:
     """Return a number by which two sides check that they mean the same shards, and the same of them complete."""
     return 1 + zlib.crc32(msgspec.msgpack.encode(sorted(held)))
-
-
-def directive_checksum(directive: Directive) -> int:
-    """Return the same kind of number for a directive."""
-    return 1 + zlib.crc32(msgspec.msgpack.encode(directive))
 
 
 # --- frames ---

@@ -9,6 +9,7 @@ import msgspec
 from tensorhub_plugins.core import errors
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.types import ShardKey
 
 # --- events ---
@@ -99,7 +100,7 @@ class SourceGone(msgspec.Struct, frozen=True):
 class Directed(msgspec.Struct, frozen=True):
     """The hub has sent a directive, by which versions may be over."""
 
-    directive: m.Directive
+    directive: Directive
 
 
 class Tick(msgspec.Struct, frozen=True):

@@ -25,6 +25,7 @@ from tensorhub_plugins.core.deadline import TIMEOUT_S, remaining_s, size_s
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol import reach
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive
 from tensorhub_plugins.core.transfer.events import (
     Answer,
     Arrived,
@@ -103,7 +104,7 @@ class Replication:
         self._exclude: dict[bytes, None] = {}
         self._corrupt: Counter[bytes] = Counter()
         self._damage: errors.TensorHubError | None = None  # the last one
-        self._directive = m.NO_DIRECTIVE  # the last one received
+        self._directive = NO_DIRECTIVE  # the last one received
         self._grown: set[ShardKey] = set()  # shards for which the deadline was extended
         self._effects: list[Effect] = []
 
@@ -472,7 +473,7 @@ class Replication:
             if session in state.sources:
                 self._lost(shard, session, "the hub gave it up", now)
 
-    def _direct(self, directive: m.Directive) -> None:
+    def _direct(self, directive: Directive) -> None:
         self._directive = directive
         if self.layout and directive.is_over(self.version):  # before that the hub refuses, and explains more
             self._give_up(self._is_over())

@@ -29,6 +29,7 @@ from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.progress import Progress
 from tensorhub_plugins.core.protocol import messages
+from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader, Target
 from tensorhub_plugins.core.transfer.unreached import Unreached
@@ -157,7 +158,7 @@ class Transfer:
         """Note that the hub has declared that worker dead. May be called from any thread."""
         self._events.put((None, events.SourceGone(session)))
 
-    def direct(self, directive: messages.Directive) -> None:
+    def direct(self, directive: Directive) -> None:
         """Take a directive, by which versions may be over. May be called from any thread."""
         self._events.put((None, events.Directed(directive)))
 

@@ -17,7 +17,7 @@ from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client import arguments
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.process import machine
-from tensorhub_plugins.core.protocol import messages
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE
 
 # --- the last copy ---
 
@@ -196,7 +196,7 @@ def test_a_pin_and_a_withdrawal_outlive_the_hub(stage, kept):
         workers[0].call("forget_directive")
         for worker in workers[1:]:
             worker.call("forget_directive")
-        trainer._hub._machine.directive = messages.NO_DIRECTIVE
+        trainer._hub._machine.directive = NO_DIRECTIVE
     stage.hub(stage.address)
     until(lambda: sum(len(model["workers"]) for model in fetch_status(stage.address)["models"]) == 4)
     if not kept:

@@ -7,6 +7,8 @@ import pytest
 
 from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, WITHDRAWN_MAX, Directive, directive_checksum, merge
+from tensorhub_plugins.core.protocol.fields import SECONDS_MAX
 from tensorhub_plugins.core.protocol.lineage import Attempt
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
@@ -14,7 +16,7 @@ HUB, OTHER_HUB = b"H" * 16, b"O" * 16
 SOURCE, OTHER_SOURCE = b"a" * 16, b"b" * 16
 KEY, NEXT = ShardKey(1, CHECKPOINT), ShardKey(2, CHECKPOINT)
 RUNTIME_KEY = ShardKey(1, "runtime:f")
-DIRECTIVE = m.Directive(3, 5, (4,))
+DIRECTIVE = Directive(3, 5, (4,))
 IDENTITY = m.Hello("r", "actor", "rollout", 0, 1, Location(host="h"), {"tcp": "x"})
 
 
@@ -202,7 +204,7 @@ def test_deadlines_travel_as_seconds_that_are_left():
     assert story.hear(m.Alive((number,))) == [m.Unpublish(number, (KEY,), 0.0)]
     story = Story()
     number = story.ask(m.Wait, 0, 0, 1e12, deadline=1e12)
-    assert story.hear(m.Alive((number,))) == [m.Wait(number, 0, 0, m.SECONDS_MAX)]
+    assert story.hear(m.Alive((number,))) == [m.Wait(number, 0, 0, SECONDS_MAX)]
 
 
 @pytest.mark.parametrize("heard_s_ago", [0.5, 30.0])
@@ -464,7 +466,7 @@ def test_what_is_gone_answers_for_its_own_publish():
     publish = story.ask(m.Publish, holding(KEY, False))
     gone = story.machine.next_request_id()
     effects = story.machine.handle(s.Ask(m.Unpublish(gone, (KEY,), 0.0, gone=True), 0.0), 0.0)
-    assert effects == [s.Answered(publish, m.Done(publish)), s.Send(m.Unpublish(gone, (KEY,), m.SECONDS_MAX, True))]
+    assert effects == [s.Answered(publish, m.Done(publish)), s.Send(m.Unpublish(gone, (KEY,), SECONDS_MAX, True))]
     assert story.restart_hub().holdings == ()
 
 
@@ -564,7 +566,7 @@ def test_a_directive_is_told_once_and_kept():
     story = Story()
     story.hear(m.Alive((), DIRECTIVE))
     (beat,) = story.tick(1.0)
-    assert isinstance(beat, m.Heartbeat) and beat.directive_checksum == m.directive_checksum(DIRECTIVE)
+    assert isinstance(beat, m.Heartbeat) and beat.directive_checksum == directive_checksum(DIRECTIVE)
 
 
 def test_a_directive_comes_with_the_welcome():
@@ -577,31 +579,31 @@ def test_a_directive_comes_with_the_welcome():
 def test_a_hub_that_knows_less_is_told():
     story = Story()
     story.hear(m.Alive((), DIRECTIVE))
-    (hello,) = story.hear(m.Alive((), m.Directive(2, 9, ())))
+    (hello,) = story.hear(m.Alive((), Directive(2, 9, ())))
     assert isinstance(hello, m.Hello) and hello.directive == DIRECTIVE
-    assert story.hear(m.Alive((), m.Directive(2, 9, ()))) == []  # it is on its way
+    assert story.hear(m.Alive((), Directive(2, 9, ()))) == []  # it is on its way
 
 
 def test_directives_merge_alike_whatever_their_order():
-    some: list[m.Directive] = [
-        m.NO_DIRECTIVE,
-        m.Directive(1, 2, ()),
-        m.Directive(2, 0, (2,)),
-        m.Directive(2, 3, (1,)),  # of a hub that had not heard of the one above
-        m.Directive(3, 2, (5,)),
-        m.Directive(0, 0, tuple(range(10, 10 + m.WITHDRAWN_MAX))),
+    some: list[Directive] = [
+        NO_DIRECTIVE,
+        Directive(1, 2, ()),
+        Directive(2, 0, (2,)),
+        Directive(2, 3, (1,)),  # of a hub that had not heard of the one above
+        Directive(3, 2, (5,)),
+        Directive(0, 0, tuple(range(10, 10 + WITHDRAWN_MAX))),
     ]
     for one in some[:-1]:
         for other in some:
-            both = m.merge(one, other)
-            assert both == m.merge(other, one) == m.merge(both, one) == m.merge(both, other)
-            assert both.pin not in both.withdrawn and len(both.withdrawn) <= m.WITHDRAWN_MAX
+            both = merge(one, other)
+            assert both == merge(other, one) == merge(both, one) == merge(both, other)
+            assert both.pin not in both.withdrawn and len(both.withdrawn) <= WITHDRAWN_MAX
             for third in some[:-1]:  # while none is forgotten
                 if other is not some[-1]:
-                    assert m.merge(both, third) == m.merge(one, m.merge(other, third))
-    assert m.merge(some[2], some[3]) == m.Directive(2, 3, (1, 2))
-    assert m.merge(some[3], some[4]) == m.Directive(3, 2, (1, 5))
-    assert m.merge(some[2], some[4]) == m.Directive(3, 0, (2, 5))  # a withdrawn version is not pinned
+                    assert merge(both, third) == merge(one, merge(other, third))
+    assert merge(some[2], some[3]) == Directive(2, 3, (1, 2))
+    assert merge(some[3], some[4]) == Directive(3, 2, (1, 5))
+    assert merge(some[2], some[4]) == Directive(3, 0, (2, 5))  # a withdrawn version is not pinned
 
 
 @pytest.mark.parametrize("kind", [m.Pin, m.Withdraw])

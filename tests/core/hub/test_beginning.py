@@ -14,6 +14,7 @@ from tensorhub_plugins.core.hub.registry import MISSED_HEARTBEATS
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.hub.state import check_of
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive
 from tensorhub_plugins.core.protocol.lineage import (
     ATTEMPTS_KEPT_MAX,
     Attempt,
@@ -304,7 +305,7 @@ def test_a_rank_that_is_missing_is_named_in_time() -> None:
 def test_a_rank_whose_answer_was_lost_with_the_hub_joins_the_others() -> None:
     scenario = Scenario()
     attempt = Attempt(2, 3, b"m" * 12 + check_of("w"))
-    scenario.join("trainer/0", 2, mark=attempt.mark, directive=m.Directive(attempts=(attempt,)))
+    scenario.join("trainer/0", 2, mark=attempt.mark, directive=Directive(attempts=(attempt,)))
     scenario.join("trainer/1", 2)
     for step, word in ((2, "w"), (3, "another")):
         assert begin(scenario, "trainer/1", step, word=word) == []  # the controls: it is of another start
@@ -327,7 +328,7 @@ def test_a_restarted_hub_says_nothing_before_it_knows_who_lives() -> None:
     scenario = Scenario(recovering=True)
     scenario.join(NEW)
     assert begin(scenario, NEW, 5) == []
-    scenario.join("reader/0", directive=m.Directive(attempts=(Attempt(4, 2, b"m" * 16),)))
+    scenario.join("reader/0", directive=Directive(attempts=(Attempt(4, 2, b"m" * 16),)))
     scenario.wait(LIMITS.grace_s + 1.0)
     assert answers(scenario, NEW) == []  # the trainer of attempt 4 may be late
     scenario.wait(LIMITS.session_timeout_s)
@@ -342,7 +343,7 @@ def test_a_hub_that_stood_still_at_its_start_waits_for_who_knows_of_an_attempt(n
     scenario._deliver(Tick(scenario.now if notices else 0.0))
     scenario.join(NEW)
     assert begin(scenario, NEW, 5) == ([] if notices else ["attempt 0 at 5"])
-    scenario.join("reader/0", directive=m.Directive(attempts=(Attempt(0, 0, b"m" * 16),)))
+    scenario.join("reader/0", directive=Directive(attempts=(Attempt(0, 0, b"m" * 16),)))
     scenario.wait(LIMITS.grace_s - 0.5)
     assert answers(scenario, NEW) == []
     scenario.now += LIMITS.session_timeout_s  # once more, before the trainer of that attempt has said Hello
@@ -357,7 +358,7 @@ def test_a_restarted_hub_waits_for_the_trainer_that_others_have_told_it_of() -> 
     newest = (Attempt(1, 2, b"1" * 16),)
     for is_late in (True, False):
         scenario = Scenario(recovering=True)
-        scenario.join("reader/0", directive=m.Directive(attempts=newest))
+        scenario.join("reader/0", directive=Directive(attempts=newest))
         scenario.join(NEW)
         scenario.wait(LIMITS.grace_s + 1.0)
         assert begin(scenario, NEW, 5, timeout_s=LIMITS.session_timeout_s) == []
@@ -372,10 +373,10 @@ def test_a_restarted_hub_waits_for_the_trainer_that_others_have_told_it_of() -> 
 
 def test_a_readers_key_begins_nothing_and_passes_on_no_attempt() -> None:
     hello = m.Hello(
-        "r", "m", "a", 0, 1, Location(), {}, directive=m.Directive(attempts=(Attempt(4, 2, b"m"),)), mark=b"m"
+        "r", "m", "a", 0, 1, Location(), {}, directive=Directive(attempts=(Attempt(4, 2, b"m"),)), mark=b"m"
     )
     passed_on = believed("reader", hello)
-    assert passed_on.directive == m.NO_DIRECTIVE and passed_on.mark == b""
+    assert passed_on.directive == NO_DIRECTIVE and passed_on.mark == b""
     assert refusal("publisher", m.Begin(1, 0, 1.0), None) is None
     for role in ("reader", "observer"):
         assert "Begin was sent with" in (refusal(role, m.Begin(1, 0, 1.0), None) or "")
@@ -383,7 +384,7 @@ def test_a_readers_key_begins_nothing_and_passes_on_no_attempt() -> None:
 
 def announce(scenario: Scenario, worker: str, *attempts: Attempt) -> None:
     mark = attempts[-1].mark
-    scenario.join(worker, mark=mark if worker == OLD else b"", directive=m.Directive(attempts=attempts))
+    scenario.join(worker, mark=mark if worker == OLD else b"", directive=Directive(attempts=attempts))
 
 
 def test_two_trainers_of_one_attempt_are_named_once() -> None:

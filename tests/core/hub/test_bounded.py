@@ -21,6 +21,8 @@ from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive
+from tensorhub_plugins.core.protocol.fields import SERIAL_MAX
 from tensorhub_plugins.core.types import CHECKPOINT, HOSTS_MAX, SHARDS_MAX, Location, ShardKey, check_name, printable
 
 LONG = "x" * 257
@@ -139,11 +141,11 @@ def test_a_serial_that_leaves_operators_none_is_not_believed() -> None:
     story = Scenario()
     story.join("trainer/0")
     story.publish("trainer/0", 1)
-    story.join("other/0", directive=m.Directive(m.SERIAL_MAX, 9, ()))
-    assert story.hub.registry.histories["run", "actor"].directive == m.NO_DIRECTIVE
+    story.join("other/0", directive=Directive(SERIAL_MAX, 9, ()))
+    assert story.hub.registry.histories["run", "actor"].directive == NO_DIRECTIVE
     story.say("trainer/0", m.Pin, version=1, timeout_s=1.0)
     assert isinstance(story.inbox["trainer/0"][-1], m.Done)
-    story.join("third/0", directive=m.Directive(1000, 0, ()))  # the control
+    story.join("third/0", directive=Directive(1000, 0, ()))  # the control
     assert story.hub.registry.histories["run", "actor"].directive.serial == 1000
 
 

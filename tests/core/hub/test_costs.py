@@ -17,6 +17,7 @@ from tensorhub_plugins.core.hub.limits import LEASES_PER_SESSION_MAX, HubLimits
 from tensorhub_plugins.core.hub.registry import CLAIM_TIMES_MAX, CONVERTERS_MAX, OWED_MAX, OWED_TIMES
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.fields import SECONDS_MAX
 from tensorhub_plugins.core.security.leases import name_of
 from tensorhub_plugins.core.types import CHECKPOINT, Location, Role, ShardKey
 
@@ -199,7 +200,7 @@ def a_lease_of_a_year() -> Scenario:
     story.join_all("trainer/0", "other/0", "greedy/0")
     for worker in ("trainer/0", "other/0"):
         story.publish(worker, 1, origin="published" if worker == "trainer/0" else "replicated")
-    story.acquire("greedy/0", 1, timeout_s=m.SECONDS_MAX)
+    story.acquire("greedy/0", 1, timeout_s=SECONDS_MAX)
     return story
 
 
@@ -211,7 +212,7 @@ def test_no_lease_is_for_longer_than_the_hub_says() -> None:
     assert story.heard(first) == []
     story.wait(2.0)
     assert story.heard(first) == ["unpublished"] and story.heard("greedy/0") == [f"gone {first}"]
-    story.acquire("greedy/0", 1, timeout_s=m.SECONDS_MAX)  # its transfer asks again
+    story.acquire("greedy/0", 1, timeout_s=SECONDS_MAX)  # its transfer asks again
     assert story.heard("greedy/0")[0].startswith("read 1")
 
 
@@ -279,7 +280,7 @@ def test_the_control_a_read_that_goes_on_keeps_its_lease() -> None:
 def test_a_hello_does_not_make_it_longer(again_at_s: float) -> None:
     story = a_lease_of_a_year()
     first = source_of(story, "greedy/0")
-    lease = m.HeldLease(1, 1, CHECKPOINT, {0: story.sessions[first]}, m.SECONDS_MAX)
+    lease = m.HeldLease(1, 1, CHECKPOINT, {0: story.sessions[first]}, SECONDS_MAX)
     story.wait(again_at_s)
     story.join("greedy/0", leases=(lease,), request_id=9)
     (reader,) = (w for w in story.hub.registry.workers.values() if w.name == "greedy/0")

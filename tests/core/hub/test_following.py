@@ -9,6 +9,8 @@ from tensorhub_plugins.core.cli import status_text
 from tensorhub_plugins.core.client.arguments import check_target
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, WITHDRAWN_MAX, Directive, directive_checksum
+from tensorhub_plugins.core.protocol.fields import SERIAL_MAX
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
 
@@ -34,7 +36,7 @@ def direct(scenario: Scenario, kind: type, version: int, by: str = "operator/0")
     return [text for text in scenario.heard(by) if text != "Alive"]
 
 
-def directive(scenario: Scenario) -> m.Directive:
+def directive(scenario: Scenario) -> Directive:
     return scenario.hub.registry.histories["run", "actor"].directive
 
 
@@ -120,7 +122,7 @@ def test_only_a_version_that_is_held_can_be_pinned(scenario: Scenario) -> None:
     for version in (5, 9):
         assert direct(scenario, m.Pin, version) == ["refused UsageError"]
     assert "version 9 cannot be pinned because nobody holds it; held: [1, 2]" in scenario.logged[-1]
-    assert directive(scenario) == m.NO_DIRECTIVE
+    assert directive(scenario) == NO_DIRECTIVE
 
 
 def test_the_last_copy_of_a_pinned_version_is_kept(scenario: Scenario) -> None:
@@ -230,7 +232,7 @@ def test_the_same_word_twice_changes_nothing_but_a_pin_is_a_new_decision(scenari
         assert direct(scenario, kind, version) == []
         assert directive(scenario).serial == serial
     direct(scenario, m.Pin, 0)
-    assert directive(scenario) == m.Directive(4, 0, (2,))
+    assert directive(scenario) == Directive(4, 0, (2,))
 
 
 def test_two_operators_pin_at_once_and_the_last_word_counts_for_everybody(scenario: Scenario) -> None:
@@ -240,7 +242,7 @@ def test_two_operators_pin_at_once_and_the_last_word_counts_for_everybody(scenar
     scenario.say("other/0", m.Pin, version=2, timeout_s=5.0)
     for name in ("operator/0", "other/0", "rollout/0", "trainer/0"):
         known = [message.directive for message in scenario.inbox[name] if isinstance(message, m.Alive)]
-        assert known[-1] == directive(scenario) == m.Directive(2, 2)
+        assert known[-1] == directive(scenario) == Directive(2, 2)
 
 
 def test_a_refused_version_is_passed_over_until_it_is_pinned_again(scenario: Scenario) -> None:
@@ -261,14 +263,14 @@ def test_a_restarted_hub_has_the_directive_with_the_first_hello_and_the_highest_
     scenario = Scenario(recovering=True)
     here = m.Holding(ShardKey(2, CHECKPOINT), b"r" * 16, 100)
     old = m.Holding(ShardKey(1, CHECKPOINT), b"r" * 16, 100)
-    scenario.join("late/0", directive=m.Directive(1, 0, (2,)))  # was away when version 1 was pinned
-    scenario.join("a/0", holdings=(here, old), directive=m.Directive(7, 1, ()))
-    assert directive(scenario) == m.Directive(7, 1, (2,))  # and what was withdrawn stays so
+    scenario.join("late/0", directive=Directive(1, 0, (2,)))  # was away when version 1 was pinned
+    scenario.join("a/0", holdings=(here, old), directive=Directive(7, 1, ()))
+    assert directive(scenario) == Directive(7, 1, (2,))  # and what was withdrawn stays so
     assert "Alive" in scenario.heard("late/0")
     scenario.acquire("late/0")
     assert scenario.heard("late/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]
-    scenario.join("b/0", directive=m.Directive(3, 2, ()))
-    assert directive(scenario) == m.Directive(7, 1, (2,)) and scenario.heard("late/0") == []
+    scenario.join("b/0", directive=Directive(3, 2, ()))
+    assert directive(scenario) == Directive(7, 1, (2,)) and scenario.heard("late/0") == []
     (welcome,) = scenario.inbox["b/0"]
     assert isinstance(welcome, m.Welcome) and welcome.directive == directive(scenario)
 
@@ -281,14 +283,14 @@ def test_a_restarted_hub_takes_directives_when_it_has_heard_everybody() -> None:
     scenario.say("operator/0", m.Pin, version=1, timeout_s=0.1)
     scenario.wait(LIMITS.grace_s - 0.5)
     assert scenario.heard("operator/0") == ["refused DeadlineExceeded"] and directive(scenario).pin == 0
-    scenario.join("b/0", directive=m.Directive(5, 0, (3,)))
+    scenario.join("b/0", directive=Directive(5, 0, (3,)))
     scenario.wait(1.0)
-    assert directive(scenario) == m.Directive(6, 1, (3,))  # it came after the one that b had
+    assert directive(scenario) == Directive(6, 1, (3,))  # it came after the one that b had
 
 
 def test_a_restarted_hub_sends_nobody_back_before_it_has_heard_everybody() -> None:
     scenario = Scenario(recovering=True)
-    scenario.join("rollout/0", directive=m.Directive(1, 0, (7,)))
+    scenario.join("rollout/0", directive=Directive(1, 0, (7,)))
     scenario.join("old/0", holdings=(m.Holding(ShardKey(5, CHECKPOINT), b"r" * 16, 100),))
     scenario.say("rollout/0", m.Target, installed=7, timeout_s=60.0)
     scenario.wait(1.0)
@@ -304,8 +306,8 @@ def test_a_heartbeat_makes_up_for_a_directive_that_was_lost(scenario: Scenario) 
     operators_scene(scenario, 1, 2)
     direct(scenario, m.Pin, 1)
     for mark, told in (
-        (m.directive_checksum(m.NO_DIRECTIVE), directive(scenario)),
-        (m.directive_checksum(directive(scenario)), None),
+        (directive_checksum(NO_DIRECTIVE), directive(scenario)),
+        (directive_checksum(directive(scenario)), None),
         (0, None),  # a worker that is older than directives
     ):
         scenario.inbox.clear()
@@ -316,9 +318,9 @@ def test_a_heartbeat_makes_up_for_a_directive_that_was_lost(scenario: Scenario) 
 
 def test_no_directive_is_given_that_could_not_be_sent(scenario: Scenario) -> None:
     operators_scene(scenario, 1, 2)
-    scenario.join("one/0", directive=m.Directive(0, 0, tuple(range(3, 3 + m.WITHDRAWN_MAX))))
+    scenario.join("one/0", directive=Directive(0, 0, tuple(range(3, 3 + WITHDRAWN_MAX))))
     assert direct(scenario, m.Withdraw, 1) == ["refused UsageError"] and "no more are remembered" in scenario.logged[-1]
-    scenario.hub.registry.histories["run", "actor"].direct(m.Directive(m.SERIAL_MAX, 0, ()))
+    scenario.hub.registry.histories["run", "actor"].direct(Directive(SERIAL_MAX, 0, ()))
     assert direct(scenario, m.Pin, 1) == ["refused UsageError"] and "another run name" in scenario.logged[-1]
 
 

@@ -9,6 +9,7 @@ from tensorhub_plugins.core.hub.hub import Tick
 from tensorhub_plugins.core.hub.report import report, validate
 from tensorhub_plugins.core.hub.state import GroupResolution
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 
@@ -427,7 +428,7 @@ def test_what_waits_and_is_given_up_meanwhile_is_not_carried_out(scenario: Scena
     scenario.tell("other/0", m.AskVersions(99))
     scenario._deliver(Tick())
     history = scenario.hub.registry.histories["run", "actor"]
-    assert history.directive == m.NO_DIRECTIVE and history.visible() == [1]
+    assert history.directive == NO_DIRECTIVE and history.visible() == [1]
     held = scenario.hub.workers[scenario.sessions["other/0"]].holdings[ShardKey(1, CHECKPOINT)]
     assert held.stays and scenario.heard("trainer/0") == []
     scenario.wait(3.0)

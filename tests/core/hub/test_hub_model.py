@@ -25,6 +25,7 @@ from tensorhub_plugins.core.hub.hub import Hub, Received, Send, Tick
 from tensorhub_plugins.core.hub.report import validate
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE
 from tensorhub_plugins.core.types import CHECKPOINT, STEPS_AHEAD_MAX, Location, ShardKey, version_of
 
 NAMES = ("a", "b", "c", "d")
@@ -302,7 +303,7 @@ class HubBesideModel(RuleBasedStateMachine):
         validate(self.hub.registry)
         history = self.hub.registry.histories.get(("r", "m"))
         versions = history.versions if history else {}
-        directive = history.directive if history else m.NO_DIRECTIVE
+        directive = history.directive if history else NO_DIRECTIVE
         assert (directive.pin, set(directive.withdrawn)) == (self.pin, self.withdrawn)
         assert {n for n, v in versions.items() if v.visible} == self.visible
         holders = {n: sorted(s.decode()[0] for s in v.holders(key(n))) for n, v in versions.items()}

@@ -22,6 +22,7 @@ from tensorhub_plugins.core.hub.state import READ_BYTES_MAX
 from tensorhub_plugins.core.operations.status import status_text
 from tensorhub_plugins.core.operations.top import frame
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.fields import COUNT_MAX
 from tensorhub_plugins.core.transports import MODULES
 from tensorhub_plugins.core.types import CHECKPOINT, TRANSPORTS, Location, ShardKey
 
@@ -257,15 +258,15 @@ def test_what_peers_say_that_they_have_read_fits_an_answer(run: Scenario) -> Non
     for name in ("b/0", "c/0"):
         run.join(name, location=Location(host="far"))
     way, (history,) = "same_rack rdma", run.hub.registry.histories.values()
-    history.read_bytes[way] = history.wire_bytes = READ_BYTES_MAX - m.COUNT_MAX - 1
+    history.read_bytes[way] = history.wire_bytes = READ_BYTES_MAX - COUNT_MAX - 1
     for _ in range(2):
-        run.tell("c/0", m.Release(run.acquire("c/0", 9), 0, came=(way, m.COUNT_MAX, m.COUNT_MAX)))
+        run.tell("c/0", m.Release(run.acquire("c/0", 9), 0, came=(way, COUNT_MAX, COUNT_MAX)))
     request = reads(run, [1])
     run.now += 1e-6
-    run.tell("b/0", m.Heartbeat(run.hub.session, request, leases={request: 1}, progress={request: m.COUNT_MAX}))
+    run.tell("b/0", m.Heartbeat(run.hub.session, request, leases={request: 1}, progress={request: COUNT_MAX}))
     said = report(run.hub.registry, run.now)
     (model,) = said["models"]
-    assert model["leases"][0]["bytes_per_s"] == m.COUNT_MAX and m.encode(m.Status(1, said))
+    assert model["leases"][0]["bytes_per_s"] == COUNT_MAX and m.encode(m.Status(1, said))
     assert (model["read_bytes"], model["wire_bytes"]) == ({way: READ_BYTES_MAX}, READ_BYTES_MAX)
     refused = m.decode_from_hub(hub_server._frame(m.Status(7, {"sum": 1 << 64})))
     assert isinstance(refused, m.Refused) and refused.request_id == 7 and "cannot be sent" in refused.message

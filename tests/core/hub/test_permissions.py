@@ -16,6 +16,8 @@ from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.permissions import DECIDED_BY_PUBLISHERS, believed, refusal, right, standing
 from tensorhub_plugins.core.hub.state import Version
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive
+from tensorhub_plugins.core.protocol.fields import SERIAL_MAX
 from tensorhub_plugins.core.protocol.lineage import Attempt
 from tensorhub_plugins.core.types import CHECKPOINT, Location, Role, ShardKey, version_of
 
@@ -62,7 +64,7 @@ def test_what_is_believed_of_a_readers_hello_and_publish() -> None:
     runtime = ShardKey(1, RUNTIME)
     said = m.Hello(
         "r", "m", "a", 0, 1, Location(), {}, (held(ONE), held(runtime)), retain_newest=9, mark=b"m" * 16,
-        directive=m.Directive(7, 0, (1,), (Attempt(3, 1, b"m"),)), retain_domains=2, retain_across="rack",
+        directive=Directive(7, 0, (1,), (Attempt(3, 1, b"m"),)), retain_domains=2, retain_across="rack",
         retain_serial=8, seen=4,
     )  # fmt: skip
     expected = m.Hello("r", "m", "a", 0, 1, Location(), {}, (held(ONE, "replicated"), held(runtime)), seen=4)
@@ -98,7 +100,7 @@ def settled(story: Scenario) -> None:
 
 def begun(story: Scenario) -> None:
     mark = story.hub.registry.new_mark("w")
-    story.join("trainer/0", mark=mark, directive=m.Directive(attempts=(Attempt(0, 0, mark),)))
+    story.join("trainer/0", mark=mark, directive=Directive(attempts=(Attempt(0, 0, mark),)))
     story.publish("trainer/0", 1)
     story.publish("trainer/0", 2)
 
@@ -131,7 +133,7 @@ def books(story: Scenario) -> dict[str, Any]:
     """What others have: the model, and each worker but the stranger."""
     history = story.hub.registry.histories.get(("run", "actor"))
     if history is None or not any(w.role == "publisher" for w in history.workers.values()) and not history.versions:
-        return {"visible": [], "directive": m.NO_DIRECTIVE}
+        return {"visible": [], "directive": NO_DIRECTIVE}
     others = {w.name: w for w in history.workers.values() if w.role == "publisher"}
     return {
         "visible": history.visible(),
@@ -169,11 +171,11 @@ def messages_of(kind: type, story: Scenario) -> list[m.ClientMessage]:
     said = [held(key, origin, root) for key in every for origin in get_args(m.Origin) for root in (None, FORGED)]
     hub = story.hub.session
     mark = story.hub.registry.new_mark("w")
-    directive = m.Directive(9, 1, (2,), (Attempt(7, 0, mark),))
+    directive = Directive(9, 1, (2,), (Attempt(7, 0, mark),))
     lease = m.HeldLease(3, 2, CHECKPOINT, {0: trainer}, 60.0)
     hello = m.Hello(
         "run", "actor", "evil", 0, 1, Location(), {}, tuple(said), (lease,), every, 1024, 1, (3,), FAR, FAR, 1 << 40,
-        directive, hub, "", mark, "", hub, 16, "rack", True, m.SERIAL_MAX, True,
+        directive, hub, "", mark, "", hub, 16, "rack", True, SERIAL_MAX, True,
     )  # fmt: skip
     found: dict[type, list[m.ClientMessage]] = {
         m.Hello: [
@@ -187,7 +189,7 @@ def messages_of(kind: type, story: Scenario) -> list[m.ClientMessage]:
         m.Acquire: [m.Acquire(50 + n, n, 0, (RUNTIME, CHECKPOINT), 60.0, True, serve=True) for n in range(4)],
         m.Abandon: [m.Abandon(60 + n, key) for n, key in enumerate(every)],
         m.Wait: [m.Wait(70, FAR, 0, 60.0), m.Wait(71, 0, FAR, 60.0)],
-        m.Target: [m.Target(80, FAR, 60.0, (2,), m.SERIAL_MAX)],
+        m.Target: [m.Target(80, FAR, 60.0, (2,), SERIAL_MAX)],
         m.Publish: [m.Publish(100 + n, holding) for n, holding in enumerate(said)],
         m.Unpublish: [m.Unpublish(200, every, 0.0, True), m.Unpublish(201, every, 60.0)],
         m.AskVersions: [m.AskVersions(210)],

@@ -22,6 +22,7 @@ from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.hub.state import Claim, Room, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.types import CHECKPOINT, Location, Role, ShardKey
 
 TIMES = 2000
@@ -79,7 +80,7 @@ def fresh(kind: type, n: int) -> m.ClientMessage:
     avoid = tuple(session(99 * n + s) for s in range(20))
     hello = m.Hello(
         "run", "actor", "evil", 0, 1, Location(), {"tcp": "x"}, held, (lease,), keys, 5, number, asked, n, n, n,
-        m.Directive(n, 0, (n + 1,)), b"H" * 16, "", b"m%015d" % n, "",
+        Directive(n, 0, (n + 1,)), b"H" * 16, "", b"m%015d" % n, "",
     )  # fmt: skip
     acquire = m.Acquire(
         number,

@@ -20,6 +20,7 @@ from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.operations import problems
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.address import new_session
+from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.security import curve
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import Location, ShardKey
@@ -201,7 +202,7 @@ def test_a_reader_changes_nothing_for_others(server: Server, make: object) -> No
 def test_what_a_readers_hello_says_for_others_is_not_believed(server: Server, keys: Keys) -> None:
     run = f"hello {keys.role}"
     held = m.Holding(ShardKey(5, "checkpoint"), b"x" * 16, 100, origin="replicated")
-    hello = m.Hello(run, "m", "b", 0, 1, Location(), {}, (held,), directive=m.Directive(7, 0, (1,)), request_id=1)
+    hello = m.Hello(run, "m", "b", 0, 1, Location(), {}, (held,), directive=Directive(7, 0, (1,)), request_id=1)
     with joined(server, KEYS, run) as trainer, peer(server.address, keys, new_session()) as other:
         ask(trainer, lambda n: m.Publish(n, VERSION))
         other.send(m.encode(hello))

@@ -10,6 +10,7 @@ from tensorhub_plugins.core import Client, UsageError, start_server
 from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.types import CHECKPOINT, STEPS_AHEAD_MAX, VERSION_MAX, Location, ShardKey, version_of
 
 FAR = 7 + STEPS_AHEAD_MAX
@@ -102,7 +103,7 @@ def test_a_client_forgets_it_too_and_says_so_in_its_next_hello() -> None:
     session.handle(s.Ask(m.Wait(session.next_request_id(), 0, 0, 9.0), 9.0), 1.0)
     hear(m.Visible(session.last_request_id, FAR))
     assert session.seen == FAR
-    hear(m.Alive((), m.Directive(1, 0, (FAR,))))
+    hear(m.Alive((), Directive(1, 0, (FAR,))))
     (said,) = hear(m.Unknown(b"i" * 16))
     assert isinstance(said, s.Send) and isinstance(said.message, m.Hello) and said.message.seen == 0
     hear(m.Welcome(b"i" * 16, 1.0, 15.0, said.message.request_id))

@@ -33,6 +33,8 @@ from tensorhub_plugins.core.manifest import (
     TensorTable,
 )
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive
+from tensorhub_plugins.core.protocol.fields import SERIAL_MAX
 from tensorhub_plugins.core.protocol.lineage import Attempt
 from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX
 from tensorhub_plugins.core.types import (
@@ -203,7 +205,7 @@ SESSION, ROOT = b"s" * 16, b"r" * 16
 HOLDING = m.Holding(KEY, ROOT, 100, False, "replicated")
 GRANT = m.Grant(1, SESSION, "a/1", {"tcp": "tcp://h:1"}, Location("dc", "rack", "host"), ROOT, 100)
 
-DIRECTIVE = m.Directive(2, 5, (3, 4), (Attempt(1, 5, b"m" * 16),))
+DIRECTIVE = Directive(2, 5, (3, 4), (Attempt(1, 5, b"m" * 16),))
 
 FROM_CLIENT: list[m.ClientMessage] = [
     m.Hello(
@@ -323,7 +325,7 @@ class OldUnknown(m._Message, frozen=True, tag="Unknown"):
 
 def test_workers_that_are_older_than_directives_and_the_hub_understand_each_other():
     hello = m.decode_from_client(m.encode(OldHello("r", "a", "x", 0, 1, Location(), {})))
-    assert hello == m.Hello("r", "a", "x", 0, 1, Location(), {}) and hello.directive == m.NO_DIRECTIVE
+    assert hello == m.Hello("r", "a", "x", 0, 1, Location(), {}) and hello.directive == NO_DIRECTIVE
     assert hello.hub is None and m.decode_from_hub(m.encode(OldUnknown())) == m.Unknown(b"")
     old = msgspec.msgpack.Decoder(OldWelcome | OldAlive | OldUnknown)
     for said, heard in (
@@ -383,7 +385,7 @@ HEADER = m.encode(m.Bye())[:3]
         (HEADER + msgspec.msgpack.encode(["Begin", 1, STEPS_PER_ATTEMPT, 1.0]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Begin", 1, 5, 1.0, "w" * 257]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Target", 1, 2, 1.0, [1] * (m.REFUSED_MAX + 1)]), "malformed"),
-        (HEADER + msgspec.msgpack.encode(["Target", 1, 2, 1.0, [], m.SERIAL_MAX + 1]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Target", 1, 2, 1.0, [], SERIAL_MAX + 1]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Abandon", 1, [5, "", 0, 1]]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Abandon", 1, [5, "x" * 257, 0, 1]]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Abandon", 1, [0, "x", 0, 1]]), "malformed"),
@@ -422,7 +424,7 @@ counts = st.integers(1, 3)
 roots = st.sampled_from([bytes([i]) * 16 for i in range(3)])
 seconds = st.sampled_from([0.0, 0.5, 100.0, 31_536_000.0])
 positive = numbers.map(lambda n: max(1, n))
-serials = st.sampled_from([0, 1, 2, m.SERIAL_MAX])
+serials = st.sampled_from([0, 1, 2, SERIAL_MAX])
 keys = st.builds(ShardKey, positive, layouts, shards, counts)
 origins = st.sampled_from(["published", "replicated"])
 holdings = st.builds(m.Holding, keys, roots, numbers, st.booleans(), origins)
@@ -439,7 +441,7 @@ steps = st.integers(0, 3) | st.just(STEPS_PER_ATTEMPT - 1)
 words = st.sampled_from(["", "w", "boot pid:[1] 1 1"])
 marks = st.sampled_from([b"", b"M", b"N" * 16])
 attempts = st.builds(Attempt, st.integers(0, 2) | st.just(ATTEMPTS_MAX - 1), steps, marks)
-directives = st.builds(m.Directive, serials, numbers, several(positive), several(attempts))
+directives = st.builds(Directive, serials, numbers, several(positive), several(attempts))
 
 strange_messages = st.one_of(
     st.builds(

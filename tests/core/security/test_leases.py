@@ -15,8 +15,8 @@ import torch
 from tensorhub_plugins.core import Client, HubLimits, ShardKey, start_server
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.hub.names import public_name
+from tensorhub_plugins.core.protocol.fields import COUNT_MAX
 from tensorhub_plugins.core.protocol.messages import (
-    COUNT_MAX,
     SERVED_MAX,
     Acquire,
     Claim,

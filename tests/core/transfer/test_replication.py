@@ -10,6 +10,7 @@ from tensorhub_plugins.core import errors
 from tensorhub_plugins.core.deadline import TIMEOUT_S as SLOW_S
 from tensorhub_plugins.core.manifest import NO_DIGESTS
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.transfer import replication as r
 from tensorhub_plugins.core.types import CHECKPOINT, LATEST, ShardKey
 
@@ -126,8 +127,8 @@ def test_a_version_that_is_withdrawn_is_not_read_to_its_end():
     story, one, two = Story(), manifest(2), manifest(1, "2")
     story.open(1, (A, one), (B, two))
     story.arrive(0, A, 0)
-    assert story.then(r.Directed(m.Directive(0, 0, (5, 6)))) == []  # others
-    effects = story.then(r.Directed(m.Directive(0, 0, (5, 6, 7))))
+    assert story.then(r.Directed(Directive(0, 0, (5, 6)))) == []  # others
+    effects = story.then(r.Directed(Directive(0, 0, (5, 6, 7))))
     ends = [r.Close(0, A), r.EndLease(1, 0, False), r.Close(1, B), r.EndLease(1, 1, False)]
     assert effects[:-1] == ends and story.machine.finished
     error = gives_up(effects)
@@ -137,7 +138,7 @@ def test_a_version_that_is_withdrawn_is_not_read_to_its_end():
 def test_a_grant_and_the_withdrawal_of_its_version_cross():
     story, of = Story(LATEST), manifest(1)
     story.begin()
-    story.then(r.Directed(m.Directive(0, 0, (7,))))  # which version it is to read it does not know yet
+    story.then(r.Directed(Directive(0, 0, (7,))))  # which version it is to read it does not know yet
     effects = story.then(granted(1, grant(0, A, of)))
     assert effects[0] == r.EndLease(1, None, False)
     assert isinstance(gives_up(effects), errors.VersionGone)
