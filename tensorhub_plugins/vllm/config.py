@@ -18,9 +18,9 @@ HUB_ENVIRONMENT = "TENSORHUB_HUB"
 START_TIMEOUT_S = 600.0  # as long as vLLM itself waits for its engine (VLLM_ENGINE_READY_TIMEOUT_S)
 # Options of a worker that its client has under the same names.
 OF_CLIENTS = (
-    *("transports", "digest", "delta", "memory_budget_bytes", "over_budget", "connect_timeout_s"),
-    *("advertise_host", "interface", "ports", "job", "preemptible"),
-)
+    "transports", "digest", "delta", "memory_budget_bytes", "over_budget", "connect_timeout_s",
+    "advertise_host", "interface", "ports", "job", "preemptible",
+)  # fmt: skip
 
 
 class WorkerConfig(StoreOptions, frozen=True, kw_only=True):

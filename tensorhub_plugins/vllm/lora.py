@@ -37,9 +37,9 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM takes as max_lora_ra
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initial values that PEFT also takes from the base
 # Settings of PEFT that compute something else from the same matrices, or have another base; vLLM ignores them.
 OTHER_KINDS = (
-    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "monteclora_config", "arrow_config", "kasa_config"),
+    "alora_invocation_tokens", "use_qalora", "use_bdlora", "monteclora_config", "arrow_config", "kasa_config",
     "layer_replication",
-)
+)  # fmt: skip
 
 
 def history_of(model: str) -> str:

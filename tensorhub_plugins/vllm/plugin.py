@@ -257,10 +257,13 @@ GATHERED = {
     "vllm.entrypoints.generate.beam_search.online": ("beams_of_one_version", "BeamSearchOnlineMixin"),
     "vllm.entrypoints.generate.beam_search.offline": ("offline_beams_of_one_version", "BeamSearchOfflineMixin"),
     "vllm.entrypoints.generate.generative_scoring.serving": (
-        *("generative_scores_of_one_version", "ServingGenerativeScoring"),
+        "generative_scores_of_one_version",
+        "ServingGenerativeScoring",
     ),
     "vllm.entrypoints.speech_to_text.base.serving": (
-        *("transcripts_of_one_version", "SpeechToTextBaseServing", "OpenAISpeechToText"),
+        "transcripts_of_one_version",
+        "SpeechToTextBaseServing",
+        "OpenAISpeechToText",
     ),
 }
 ADDITIONS |= {name: partial(_add_gathered, wrapper, classes) for name, (wrapper, *classes) in GATHERED.items()}

@@ -40,10 +40,10 @@ APART = "experts/"  # prefix of the name of a tensor that stays in one piece
 # Matrices whose outputs are added up (vLLM's RowParallelLinear), by the last word before ".weight".
 CUT_BY_COLUMNS = frozenset(
     (
-        *("o_proj", "out_proj", "wo", "dense", "c_proj", "o", "proj", "out_lin"),  # behind the attention
-        *("down_proj", "w2", "fc2", "dense_4h_to_h", "fc_out", "linear_2", "lin2"),  # behind the activation
+        "o_proj", "out_proj", "wo", "dense", "c_proj", "o", "proj", "out_lin",  # behind the attention
+        "down_proj", "w2", "fc2", "dense_4h_to_h", "fc_out", "linear_2", "lin2",  # behind the activation
     )
-)
+)  # fmt: skip
 # Matrices that every worker runs whole (vLLM's ReplicatedLinear): routers, and what DeepSeek's attention begins with.
 WHOLE = frozenset(
     ("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa", "wq_a", "wkv_a", "fused_qkv_a_proj")

@@ -62,9 +62,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 NEEDED = (
-    *("reset_prefix_cache", "reset_encoder_cache", "collective_rpc", "abort_requests", "resume_scheduler"),
-    *("pause_scheduler", "is_scheduler_paused", "shutdown"),
-)
+    "reset_prefix_cache", "reset_encoder_cache", "collective_rpc", "abort_requests", "resume_scheduler",
+    "pause_scheduler", "is_scheduler_paused", "shutdown",
+)  # fmt: skip
 CHANGES = ("update_weights", "reload_weights")  # vLLM's calls of workers that change weights, whosever back end it is
 HUB_TIMEOUT_S = 1.0  # one question to the hub; it answers at once when there is something new
 HEALTH_TIMEOUT_S = 2.0  # of one question to the workers

@@ -32,10 +32,10 @@ logger = get_logger(__name__)
 
 QUESTIONS = frozenset(
     {
-        *("is_available", "is_idle", "look", "lose", "rpc", "held_by", "pause", "let_go", "forget", "is_theirs"),
-        *("resume", "stay", "running", "departed", "settle"),
+        "is_available", "is_idle", "look", "lose", "rpc", "held_by", "pause", "let_go", "forget", "is_theirs",
+        "resume", "stay", "running", "departed", "settle",
     }
-)
+)  # fmt: skip
 LOOK_S = 3600.0  # for a question; torch logs each wait that ends in vain
 ERROR_LENGTH_MAX = 4000
 ANSWER_TIMEOUT_S = LOOP_TIMEOUT_S + 30.0  # the rank itself says what it has waited for in vain

@@ -31,9 +31,9 @@ LEFT_OUT = frozenset({"kv_cache", "kv_caches", "online_quantization_time"})
 
 # Packages whose objects are not entered. Modules of a model (torch.nn.Module) always are.
 STRANGERS = (
-    *("vllm.config", "vllm.distributed", "vllm.logger", "torch.distributed", "torch._dynamo", "torch._inductor"),
-    *("transformers", "logging", "threading", "concurrent", "tensorhub_plugins"),
-)
+    "vllm.config", "vllm.distributed", "vllm.logger", "torch.distributed", "torch._dynamo", "torch._inductor",
+    "transformers", "logging", "threading", "concurrent", "tensorhub_plugins",
+)  # fmt: skip
 
 _OF_MODULES = frozenset({"_modules", "_parameters", "_buffers"})  # visited under their public names
 _LEAVES = (str, bytes, bytearray, bool, int, complex, type(None), type, range, torch.dtype, torch.device, torch.Size)

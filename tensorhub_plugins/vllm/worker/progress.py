@@ -21,11 +21,11 @@ GATHERED = frozenset({"hidden_states_cache", "in_progress_prompt_logprobs_cpu", 
 # Fields that depend on the request alone, or that the scheduler sets anew with every step and resumption.
 OF_THE_REQUEST = frozenset(
     {
-        *("req_id", "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "mm_features", "sampling_params"),
-        *("pooling_params", "generator", "lora_request", "mrope_positions", "mrope_position_delta"),
-        *("xdrope_positions", "block_ids", "num_computed_tokens", "output_token_ids", "prev_num_draft_len"),
+        "req_id", "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "mm_features", "sampling_params",
+        "pooling_params", "generator", "lora_request", "mrope_positions", "mrope_position_delta",
+        "xdrope_positions", "block_ids", "num_computed_tokens", "output_token_ids", "prev_num_draft_len",
     }
-)
+)  # fmt: skip
 
 
 def check() -> None:

@@ -27,9 +27,9 @@ from tensorhub_plugins.vllm.worker import draft
 # end), and the unpacked convolution weight of the CPU build. Everything else a model computes with is a
 # parameter or a buffer.
 PLAIN_ATTRIBUTES = (
-    *("W_UV", "W_UK", "W_UK_T", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "W_V", "W_V_scale"),
+    "W_UV", "W_UK", "W_UK_T", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "W_V", "W_V_scale",
     "_cpu_unpacked_conv_weight",
-)
+)  # fmt: skip
 
 WRAPPED = ".base_layer"  # in the names of layers that vLLM has wrapped for LoRA adapters, once the model was loaded
 
