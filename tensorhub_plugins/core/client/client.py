@@ -1,4 +1,4 @@
-"""The blocking client: publish, unpublish, replicate, retain. All that an adapter or a training loop needs.
+"""The blocking client: publish, unpublish, replicate. With history.py all that an adapter or a training loop needs.
 
     with Client("tcp://host:7070", run="r1", model="actor", replica="trainer") as trainer:
         trainer.publish(1, tensors)                 # for vLLM: vllm.checkpoint_tensors(model)
@@ -16,30 +16,30 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
 
 import torch
 
 from tensorhub_plugins.core import digests, options, resources, run_log, types
-from tensorhub_plugins.core.client import arguments, calls, publication, session
+from tensorhub_plugins.core.client import arguments, calls, publication
 from tensorhub_plugins.core.client.allowed import Allowed
-from tensorhub_plugins.core.client.beginning import begin
 from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.client.copies import READ_TIMEOUT_S, Copies
 from tensorhub_plugins.core.client.destinations import Destinations, LiveMemory
 from tensorhub_plugins.core.client.hand_over import hand_over
+from tensorhub_plugins.core.client.history import History
 from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
 from tensorhub_plugins.core.client.serving import BACKGROUND_TIMEOUT_S, Serving
 from tensorhub_plugins.core.deadline import NEVER, Deadline, bounded
-from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.core.errors import TensorHubError
 from tensorhub_plugins.core.manifest import Part, TensorSpec
 from tensorhub_plugins.core.memory.claims import claimed
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.process import OfThisProcess, check_not_forked, identity
+from tensorhub_plugins.core.process import check_not_forked, identity
 from tensorhub_plugins.core.protocol import advertised, messages
 from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.security import secret, tls
@@ -57,7 +57,7 @@ CLOSE_S = 5.0  # a second close waits so long for the first, which may itself wa
 
 @calls.all_public
 @resources.in_each_call
-class Client(OfThisProcess):
+class Client(History):
     """One worker's connection to the store.
 
     address: the hub's, "tcp://host:port", or all that the one hub may have, with commas. run, model: name the history.
@@ -119,18 +119,23 @@ class Client(OfThisProcess):
         arguments.check_identity(shard, shard_count, run=run, model=model, replica=replica)
         arguments.check_budget(memory_budget_bytes, over_budget)
         resources.begin_client()
-        self.replica, self.shard, self.shard_count, self._worker = replica, shard, shard_count, f"{replica}/{shard}"
+        self.replica, self.shard, self.shard_count = replica, shard, shard_count
+        self._worker = f"{replica}/{shard}"
         self._gate = None if (keys := secret.given(keys)) is None else Gate(keys.lease_key)
         self._verify, self.digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
         self._location = arguments.located(arguments.here() if location is None else location)
-        self._lock, self._left, self._transfers = threading.Lock(), threading.Event(), set[Transfer]()
-        self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
+        self._lock = threading.Lock()
+        self._transfers: set[Transfer] = set()
+        self._seen = 0  # the newest version that was read or published here
+        self._closed, self._left = False, threading.Event()
+        self._pid = os.getpid()
         self.budget = Budget(self._worker, memory_budget_bytes, refuses=over_budget == "refuse")
         self._serving = Serving(self._worker, SlabPool(), self.budget, arguments.check_delta(delta))
         self._preemptible = arguments.is_preemptible() if preemptible is None else preemptible
         self._job = arguments.check_word("job", os.environ.get("TENSORHUB_JOB", "") if job is None else job)
-        self.changes, self._copies = self._serving.changes, Copies(self._serving, self._copy)
+        self.changes = self._serving.changes
+        self._copies = Copies(self._serving, self._copy)
         told = advertised.choose(address, deadline, host=advertise_host, interface=interface, ports=ports)
         self._transports = arguments.usable(transports, told, transport_limits, self._gate)
         try:
@@ -166,7 +171,8 @@ class Client(OfThisProcess):
 
         Raise UsageError for what can never be published, VersionGone for a withdrawn version, DeadlineExceeded when it
         was not copied and digested in time, HubUnreachable without an answer: then nothing is published later; it says
-        whether the request may have reached the hub, in which case it is unpublished."""
+        whether the request may have reached the hub, in which case it is unpublished.
+        """
         allowed = Allowed.begin(timeout_s, tensors)
         arguments.check_flags(copy=copy, strict=strict)
         key = self._key(version, layout)
@@ -326,104 +332,6 @@ class Client(OfThisProcess):
             self._hub.ask(lambda number: messages.Abandon(number, key), Deadline.after(BACKGROUND_TIMEOUT_S))
         return not is_kept
 
-    def wait(self, version: int | str = types.LATEST, *, newer_than: int = 0, timeout_s: float = 60.0) -> int:
-        """Wait until a version is visible, and return its number: this one, or the newest that is above newer_than.
-        Raise NotPublished after timeout_s, VersionGone for a version that was visible and is not any more."""
-        number = 0 if version == types.LATEST else types.check_version(version)
-        arguments.check_installed("newer_than", newer_than)
-        reply = self._ask(lambda n: messages.Wait(n, number, newer_than, timeout_s), timeout_s)
-        assert isinstance(reply, messages.Visible)
-        return reply.version
-
-    def target(
-        self,
-        installed: int = 0,
-        *,
-        refused: Iterable[int] = (),
-        pins: bool = True,
-        failure: str = "",
-        timeout_s: float = 60.0,
-    ) -> int:
-        """Return the version that this worker is to run, once that is not `installed` (0: none is).
-        It is the pinned version (unless pins=False); else the newest visible one that is not in `refused`: those that
-        this worker could not install, which may map to why, for `tensorhub status`, as `failure` is: of the last try.
-        It is older than what is installed only if that was withdrawn, or if it is pinned, and in `refused` only if it
-        is pinned anew. Raise NotPublished at the deadline, or VersionGone if what is pinned, or installed and
-        withdrawn, has nothing to be run instead."""
-        (versions, why), serial = arguments.check_target(installed, refused, pins=pins), self._hub.directive.serial
-        said = versions, serial, bool(pins), why, arguments.check_failure(failure)
-        reply = self._ask(lambda n: messages.Target(n, installed, timeout_s, *said), timeout_s)
-        assert isinstance(reply, messages.Visible)
-        return reply.version
-
-    @property
-    def pinned(self) -> int | None:
-        """Return the version at which operators keep all followers, as last reported; None: they run the newest."""
-        return self._hub.directive.pin or None
-
-    def pin(self, version: int, *, timeout_s: float = 10.0) -> None:
-        """Make all followers of this run and model go to this version and stay there, until `unpin`. "latest" is the
-        pinned version meanwhile, and its last copy is retained. Raise UsageError if no worker holds it."""
-        number = types.check_version(version)
-        self._ask(lambda n: messages.Pin(n, number, timeout_s), timeout_s)
-
-    def unpin(self, *, timeout_s: float = 10.0) -> None:
-        """Let all followers go on to the newest version."""
-        self._ask(lambda n: messages.Pin(n, 0, timeout_s), timeout_s)
-
-    def withdraw(self, version: int, *, timeout_s: float = 10.0) -> None:
-        """Withdraw a bad version: no reader gets it any more, reads of it are stopped (VersionGone), and followers
-        that run it return to the newest other one that is held. So keep two, with `retain(newest=2)`.
-        It stays withdrawn; good weights need another number. Raise UsageError if there never was such a version."""
-        number = types.check_version(version)
-        self._ask(lambda n: messages.Withdraw(n, number, timeout_s), timeout_s)
-
-    def begin(self, step: int = 0, *, word: str = "", timeout_s: float = 60.0) -> int:
-        """Begin an attempt: a trainer starts, or resumes from `step` (0: none). Return its number, for `version_of`.
-
-        Versions of former attempts above that step are superseded: they are not read or run any more. What this
-        attempt publishes is newer than all before, whatever its steps. The first attempt of all is 0, whose versions
-        are plain steps; so are those of a trainer that never begins. Every shard of this replica calls it, with the
-        same step, and word: an id of this launch, which its ranks share, and those of another launch do not.
-
-        A former trainer that was killed is waited for until its session expires, or not at all when its process was on
-        this host. Raise UsageError when it is alive; DeadlineExceeded with what was missing, after timeout_s;
-        Superseded when another process has replaced this one. From then on processes of a former attempt can publish,
-        unpublish and retain nothing: Superseded."""
-        types.version_of(0, step)
-        arguments.check_word("word", word)
-        return begin(self._ask, step, word, bounded(timeout_s)).number
-
-    @property
-    def attempt(self) -> int:
-        """Return the trainer's newest attempt, as far as this worker knows; 0: the first, or none was begun."""
-        return max((each.number for each in self._hub.directive.attempts), default=0)
-
-    def origin(self, version: int) -> str:
-        """Return the run, the model, and the start of the trainer that a version is from: the same at every worker.
-        UsageError for what is no version."""
-        return self._hub.origin(types.check_version(version))
-
-    def versions(self, *, timeout_s: float = 10.0) -> list[types.VersionInfo]:
-        """Return the versions that the hub knows, oldest first, and which workers hold them in which layout."""
-        reply = self._ask(messages.AskVersions, timeout_s)
-        assert isinstance(reply, messages.Versions)
-        if reply.left_out:
-            log.warning("of the versions' layouts and workers %d are left out: there are too many", reply.left_out)
-        return list(reply.versions)
-
-    def retain(
-        self, newest: int = 1, *, domains: int = 1, across: types.Across = "host", also: int = 0, timeout_s: float = 10
-    ) -> None:
-        """Keep the last copy of this many newest versions (of this run and model) when it is unpublished.
-
-        newest: 0 to 1024; by default the newest one. also: one more version; 0: none. domains: the last copy in each of
-        so many hosts (across="rack", "data_center": racks, data centres) stays, as far as there are copies. Those of
-        preemptible workers do not count. Where there are too few, a worker of another domain with free memory
-        (memory_budget_bytes) is asked to read the checkpoint layout and hold it; the hub's status says if none has."""
-        arguments.check_retain(newest, domains, across, also)
-        self._ask(lambda number: messages.Retain(number, newest, domains, across, also=also), timeout_s)
-
     def hand_over(self, timeout_s: float = 25.0) -> bool:
         """Prepare to leave: unpublish all that this worker serves, newest first, and wait until another worker has what
         only it has. Return whether nothing was left in time. Raise UsageError for a timeout that is no number, and in
@@ -452,11 +360,6 @@ class Client(OfThisProcess):
         """Return the shards that this worker offers now, sorted."""
         check_not_forked(self._pid, "client")
         return self._serving.keys()
-
-    @property
-    def hub_silent_s(self) -> float:
-        """Return the seconds since the hub was heard: about one while it is there."""
-        return self._hub.silent_s
 
     def find(self, key: types.ShardKey) -> Offer | None:
         """Return the offer that serves this shard now, with its slab and readers; None: it is not offered."""
@@ -590,10 +493,6 @@ class Client(OfThisProcess):
             with suppress(TensorHubError):
                 self.abandon(transfer.claimed.version, transfer.claimed.layout)
 
-    def _ask(self, make: Callable[[int], session.Request], timeout_s: float) -> messages.Reply:
-        self._check_open()
-        return self._hub.answer(make, Deadline.after(timeout_s))
-
     def _directed(self, directive: Directive) -> None:
         with self._lock:
             transfers = list(self._transfers)
@@ -608,11 +507,6 @@ class Client(OfThisProcess):
             transfers = list(self._transfers)
         for transfer in transfers:
             transfer.source_gone(gone)
-
-    def _check_open(self) -> None:
-        check_not_forked(self._pid, "client")
-        if problem := UsageError("the client is closed") if self._closed else self._serving.take_disowned():
-            raise problem
 
     def _close_local(self) -> None:
         for transport in self._transports.values():

@@ -11,7 +11,7 @@ from client_processes import hold_back, let_go, same_bytes, tensors_of
 from client_stage import HELD, SOON_S, until
 
 from tensorhub_plugins.core import Client, Superseded, UsageError, VersionGone, process, step_of, version_of
-from tensorhub_plugins.core.client import beginning
+from tensorhub_plugins.core.client import history
 
 AT_ONCE_S = 10.0  # below the 15 s after which a silent worker is given up
 
@@ -46,7 +46,7 @@ def test_a_former_life_that_thaws_changes_nothing(stage, monkeypatch):
         former.call("publish", step, step)
     former.freeze()
     trainer = stage.client("trainer")
-    monkeypatch.setattr(beginning, "is_gone", lambda process: True)  # as if it had died; it will prove otherwise
+    monkeypatch.setattr(history, "is_gone", lambda process: True)  # as if it had died; it will prove otherwise
     assert trainer.begin(6, timeout_s=AT_ONCE_S) == 1
     trainer.publish(version_of(1, 7), tensors_of(70))
     former.thaw()
@@ -62,7 +62,7 @@ def test_a_live_trainer_is_believed_not_the_copy_of_its_machine(stage, monkeypat
     trainer = stage.worker("trainer")
     trainer.call("begin", 0)
     trainer.call("publish", 7, 7)
-    monkeypatch.setattr(beginning, "is_gone", lambda process: True)  # as on a machine that is a copy of the trainer's
+    monkeypatch.setattr(history, "is_gone", lambda process: True)  # as on a machine that is a copy of the trainer's
     with pytest.raises(UsageError, match="trainer/0 is the trainer of .* and still sends heartbeats"):
         stage.client("trainer").begin(6)
     trainer.call("publish", 8, 8)

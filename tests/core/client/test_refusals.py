@@ -385,7 +385,7 @@ def test_closing_ends_what_other_threads_do_with_the_client(stage, progress):
 
 
 WRONG = [object(), 1.5j, torch.ones(2), torch.tensor(1.5)]  # whatever is expected
-CALLS = {name: call for name, call in vars(Client).items() if inspect.isfunction(call) and not name.startswith("_")}
+CALLS = {name: call for name, call in inspect.getmembers(Client, inspect.isfunction) if not name.startswith("_")}
 ARGUMENTS = [(name, each) for name, call in CALLS.items() for each in list(inspect.signature(call).parameters)[1:]]
 GIVEN = {"version": 1, "tensors": {"a": ONE}, "layout": "x", "specs": (), "count": 1, "key": ShardKey(1, CHECKPOINT)}
 
