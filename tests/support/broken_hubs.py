@@ -14,6 +14,7 @@ from unittest import mock
 import msgspec
 
 from tensorhub_plugins.core.hub import beginning, domains, hub, publishing, selection
+from tensorhub_plugins.core.hub.copies import Copies
 from tensorhub_plugins.core.hub.following import Following
 from tensorhub_plugins.core.hub.hub import Hub
 from tensorhub_plugins.core.hub.publishing import Publishing
@@ -58,7 +59,7 @@ def lets_readers_wait_in_circles() -> AbstractContextManager[object]:
 
 
 def shows_half_versions() -> AbstractContextManager[object]:
-    return answers(Publishing, "replica_is_whole", True)
+    return answers(Copies, "replica_has_all", True)
 
 
 def takes_a_withdrawn_version_again() -> AbstractContextManager[object]:

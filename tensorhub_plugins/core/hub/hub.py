@@ -103,7 +103,9 @@ class Hub:
 
     def __init__(self, session: bytes, now: float, limits: HubLimits | None = None, lease_key: bytes = b"") -> None:
         self.limits = HubLimits() if limits is None else limits
+        self.session = session
         self.registry = Registry(session, now, self.limits)
+        self.workers: Mapping[bytes, Worker] = self.registry.workers  # that are known, by session
         self.sessions_max = SESSIONS_MAX  # fewer where the process cannot have so many connections
         self._outbox = Outbox()
         self._publishing = Publishing(self.registry, self._outbox)
@@ -114,16 +116,6 @@ class Hub:
         self._beginning = Beginning(self.registry, self._outbox, self._following)
         self._has_recovered = False
         self.registry.schedule_recovery()
-
-    @property
-    def session(self) -> bytes:
-        """Return the identity of this incarnation of the hub."""
-        return self.registry.session
-
-    @property
-    def workers(self) -> Mapping[bytes, Worker]:
-        """Return the workers that are known, by session."""
-        return self.registry.workers
 
     # --- the one mutator ---
 

@@ -143,7 +143,8 @@ class Publishing:
             return False
         if worker.role == "reader" and key.layout != CHECKPOINT:
             return False
-        return mine.origin == "replicated" or self.replica_is_whole(version, worker, key)
+        # Rule 2: a replica that holds every shard by itself.
+        return mine.origin == "replicated" or version.copies.replica_has_all(key.layout, key.shard_count, worker.group)
 
     def _waits(self, worker: Worker, announced: m.Holding, as_of: int, offered: int, now: float) -> bool:
         """Return whether this is kept aside until a publisher names it: none has, or one named other bytes."""
@@ -194,10 +195,6 @@ class Publishing:
         if key.layout in worker.layouts or len(worker.layouts) < LAYOUTS_PER_READER_MAX:
             return None
         return f"more than {LAYOUTS_PER_READER_MAX} layouts of one worker with a reader's key"
-
-    def replica_is_whole(self, version: Version, worker: Worker, key: ShardKey) -> bool:
-        """Return whether worker's replica by itself holds every shard (rule 2)."""
-        return version.copies.replica_has_all(key.layout, key.shard_count, worker.group)
 
     def _show(self, history: History, version: Version, now: float) -> None:
         version.visible = version.was_visible = True

@@ -447,7 +447,12 @@ class Registry:
         self.schedule(min(lease.deadline, self.idle_at(lease)), lease)
         for session in lease.shards_of:
             reader.sources[session] += 1
-            self._attach(lease, session)
+            source = history.workers.get(session)
+            if source is not None:
+                self.attach_reader(source, lease)
+            else:  # it has not sent its Hello since the hub's restart
+                unknown = history.leases_on_unknown_sources.setdefault(session, {})
+                unknown[reader.session, lease.request_id] = lease
         for key in lease.shard_keys():
             _count(lease, key, 1)
             source = history.workers.get(lease.sources[key.shard])
@@ -455,16 +460,6 @@ class Registry:
             if not lease.beside:
                 reader.depth[key] = known + 1
             self.refresh_candidate(reader, key)
-
-    def _attach(self, lease: Lease, session: bytes) -> None:
-        """Attach a lease to a source, which may not have sent its Hello since the hub's restart."""
-        history = lease.reader.history
-        source = history.workers.get(session)
-        if source is not None:
-            self.attach_reader(source, lease)
-        else:
-            unknown = history.leases_on_unknown_sources.setdefault(session, {})
-            unknown[lease.reader.session, lease.request_id] = lease
 
     def attach_reader(self, source: Worker, lease: Lease) -> None:
         """Note that this source is read from under this lease."""
@@ -508,7 +503,11 @@ class Registry:
         if session is not None:
             self._count_record(reader, -1)
             reader.announced_shards -= lease.is_announced
-            self._release_source(lease, key, session)
+            _count(lease, key, -1)
+            _add(lease.shards_of, session, -1)
+            if session not in lease.shards_of:  # no other shard is read from it
+                _add(reader.sources, session, -1)
+                self._detach(lease, session)
         if not lease.sources:
             drop(reader.leases, lease.request_id)
         if key not in reader.reading:
@@ -516,14 +515,6 @@ class Registry:
             if held is None or held.complete:
                 drop(reader.depth, key)
         self.refresh_candidate(reader, key)
-
-    def _release_source(self, lease: Lease, key: ShardKey, session: bytes) -> None:
-        """Release this source for one shard, and detach it if no other shard is read from it."""
-        _count(lease, key, -1)
-        _add(lease.shards_of, session, -1)
-        if session not in lease.shards_of:
-            _add(lease.reader.sources, session, -1)
-            self._detach(lease, session)
 
     def _detach(self, lease: Lease, session: bytes) -> None:
         """Detach a lease from a source, which may not have sent its Hello since the hub's restart."""

@@ -80,16 +80,19 @@ class Slab(OfThisProcess):
         self.kind = kind
         self.specs = specs
         self.size_bytes = runs.size_bytes
-        self._runs = runs
+        # Slabs of the same tensors at the same addresses share this object: what is known of their memory (that a
+        # network card has it registered, say) can be keyed by it, weakly.
+        self.runs = runs
         self._tensors = tensors
         self._unwritten = dict.fromkeys(tensors) if kind == "allocated" else {}
         self._has_views = kind == "adopted"  # their holders may have queued copies to them
-        self._device: devices.Device | None = None  # None: host memory, handed out as it is
+        self.device: devices.Device | None = None  # that it lies on; None: host memory, handed out as it is
         self._flats: list[torch.Tensor] = []  # one for each run, where copies are handed out
         self._fd, (self._owner_liveness, alive) = shared
         self._alive = Descriptor(alive)
         self._pinned = pinned
-        self._loans, self._borrowed = Loans(), borrowed
+        self._loans = Loans()
+        self.borrowed = borrowed  # the loan that a borrowed slab lies in
         # The storages of adopted views, kept whatever becomes of the tensors.
         self._storages = list(map(torch.Tensor.untyped_storage, tensors.values())) if kind == "adopted" else []
         self.ties: Mapping[str, str] = {}
@@ -216,16 +219,16 @@ class Slab(OfThisProcess):
 
     def check_writable(self) -> None:
         """Raise UsageError that names a tensor in host memory that this process cannot write, if that is known."""
-        shut = [] if self._runs.may_be_written or not self._runs.views else _read_only()
+        shut = [] if self.runs.may_be_written or not self.runs.views else _read_only()
         starts, with_bytes = [start for start, _ in shut], (spec for spec in self.specs if spec.size_bytes)
-        for spec, run in zip(with_bytes, self._runs.all if shut else (), strict=False):
+        for spec, run in zip(with_bytes, self.runs.all if shut else (), strict=False):
             before = bisect_left(starts, run.address + run.size_bytes) - 1
             if before >= 0 and shut[before][1] > run.address:
                 raise UsageError(
                     f"tensor {spec.name!r} cannot be read into: this process may not write its memory, maybe a file "
                     "that is mapped for reading: read into a clone of it"
                 )
-        self._runs.may_be_written = True
+        self.runs.may_be_written = True
 
     def mark_written(self, names: Iterable[str] | None = None) -> None:
         """Mark these tensors (None: all) as filled by other means than `write`: through their views, or by a reader."""
@@ -255,26 +258,21 @@ class Slab(OfThisProcess):
     @property
     def shared_fd(self) -> int | None:
         """Return the memfd behind an allocated slab, which still owns the descriptor; None: not shareable."""
-        fd = self._fd if self._borrowed is None else self._borrowed.fd
+        fd = self._fd if self.borrowed is None else self.borrowed.fd
         return fd if fd >= 0 and not self._closed else None
 
     @property
     def owner_liveness_fd(self) -> int | None:
         """Return the end of a pipe for a process that is passed `shared_fd`. It hangs up when the slab is closed, or
         its owner dies: the memory must be released then. The slab still owns the descriptor."""
-        fd = self._owner_liveness if self._borrowed is None else self._borrowed.owner_liveness_fd
+        fd = self._owner_liveness if self.borrowed is None else self.borrowed.owner_liveness_fd
         return fd if fd >= 0 and not self._closed else None
 
     def lend(self) -> Loan:
         """Return what a process that is passed `shared_fd` must keep open for as long as it uses the memory in place:
         the memory is not written to until then. The caller closes its own end."""
         self._check_open()
-        return self._loans.lend() if self._borrowed is None else self._borrowed.lend()
-
-    @property
-    def borrowed(self) -> Borrowed | None:
-        """Return the loan that a borrowed slab lies in."""
-        return self._borrowed
+        return self._loans.lend() if self.borrowed is None else self.borrowed.lend()
 
     @property
     def is_lent(self) -> bool:
@@ -284,19 +282,19 @@ class Slab(OfThisProcess):
     def readable(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes of a stream range, in order: the memory itself on the CPU, a host copy of device memory."""
         self._check_range(start, stop)
-        if self._device is None:
-            return self._runs.pieces(start, stop)
-        host = self._device.buffer(stop - start)
-        self._device.down(self._cut_flats(start, stop), host)
+        if self.device is None:
+            return self.runs.pieces(start, stop)
+        host = self.device.buffer(stop - start)
+        self.device.down(self._cut_flats(start, stop), host)
         return [memory_of(host)]
 
     def read_into(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
         """Copy a stream range into host memory of the same size; from a device without an intermediate copy."""
-        if self._device is None or len(views) != 1:
+        if self.device is None or len(views) != 1:
             copy_views(self.readable(start, stop), views)
             return
         self._check_range(start, stop)
-        self._device.down(self._cut_flats(start, stop), torch.frombuffer(views[0], dtype=torch.uint8))
+        self.device.down(self._cut_flats(start, stop), torch.frombuffer(views[0], dtype=torch.uint8))
 
     @contextmanager
     def writable(self, start: int, stop: int) -> Iterator[list[memoryview]]:
@@ -313,14 +311,14 @@ class Slab(OfThisProcess):
         for start, stop in ranges:
             self._check_range(start, stop)
         self._check_writable()
-        if self._device is None:
-            with self._runs.receiving(ranges) as views:
+        if self.device is None:
+            with self.runs.receiving(ranges) as views:
                 yield views
             return
         size_bytes = sum(stop - start for start, stop in ranges)
-        host = self._device.buffer(size_bytes) if host is None else host[:size_bytes]
+        host = self.device.buffer(size_bytes) if host is None else host[:size_bytes]
         yield [memory_of(part) for part in torch.split(host, [stop - start for start, stop in ranges])]
-        self._device.up(host, [flat for start, stop in ranges for flat in self._cut_flats(start, stop)])
+        self.device.up(host, [flat for start, stop in ranges for flat in self._cut_flats(start, stop)])
 
     def digest(self, start: int, stop: int, algorithm: str = XXH3) -> bytes:
         """Return the digest of a stream range: 16 bytes that depend on every byte and on its position."""
@@ -345,8 +343,8 @@ class Slab(OfThisProcess):
             segment_size_bytes = self.segment_size_bytes
         if segment_size_bytes <= 0:
             raise UsageError(f"segment_size_bytes must be positive, not {segment_size_bytes}")
-        if self._device is not None:
-            self._device.synchronize()
+        if self.device is not None:
+            self.device.synchronize()
         elif self._has_views:
             devices.settle_host(islice(self._tensors.values(), 1))
         if algorithm == NO_DIGESTS:
@@ -390,15 +388,13 @@ class Slab(OfThisProcess):
         stop = self.size_bytes if stop is None else stop
         self._check_range(start, stop)
         return (
-            None
-            if self._device is not None or self._runs.is_scattered(start, stop)
-            else self._runs.addresses(start, stop)
+            None if self.device is not None or self.runs.is_scattered(start, stop) else self.runs.addresses(start, stop)
         )
 
     def extents(self, deadline: float = NEVER) -> Extents:
         """Return all memory of the slab, in any order; for a view the extents of its whole tensors."""
         if self.kind != "view":
-            return self._runs.extents
+            return self.runs.extents
         tensors = until(deadline, self._tensors.values())
         addresses = [(tensor.data_ptr(), span_of(tensor)) for tensor in tensors]
         return np.array(addresses, np.uint64).reshape(-1, 2)
@@ -409,20 +405,15 @@ class Slab(OfThisProcess):
         return self._tensors
 
     @property
-    def device(self) -> devices.Device | None:
-        """Return the device that it lies on; None: host memory."""
-        return self._device
-
-    @property
     def copying_device(self) -> devices.Device | None:
         """Return the device that copies from and to it: its own, or the one that its host memory is pinned for."""
-        return self._pinned.device if self._device is None and self._pinned is not None else self._device
+        return self._pinned.device if self.device is None and self._pinned is not None else self.device
 
     @property
     def unpinned(self) -> str:
         """Return what of its host memory could not be pinned, and why, as text for users; "": all is, or no device
         copies it."""
-        if self._pinned is None and self._borrowed is not None and devices.here() is not None:
+        if self._pinned is None and self.borrowed is not None and devices.here() is not None:
             return "what it borrows and may write to: it has a private mapping of that"
         return "" if self._pinned is None else self._pinned.reason
 
@@ -430,12 +421,6 @@ class Slab(OfThisProcess):
         """Return the device memory of a stream range, in order, as uint8 tensors. Only for a slab on a device."""
         self._check_range(start, stop)
         return self._cut_flats(start, stop)
-
-    @property
-    def runs(self) -> Runs:
-        """Return where the stream lies. Slabs of the same tensors at the same addresses share this object: what is
-        known of their memory (that a network card has it registered, say) can be keyed by it, weakly."""
-        return self._runs
 
     # --- the end ---
 
@@ -445,8 +430,8 @@ class Slab(OfThisProcess):
             if self._closed:
                 return
             self._closed = True
-            if self._borrowed is not None:
-                self._borrowed.close()
+            if self.borrowed is not None:
+                self.borrowed.close()
             elif self._pinned is not None:
                 self._pinned.release()
             self._loans.close()
@@ -456,7 +441,7 @@ class Slab(OfThisProcess):
                     os.close(fd)
             self._fd = self._owner_liveness = -1
             self._tensors = {}
-            self._runs, self._flats = Runs([]), []
+            self.runs, self._flats = Runs([]), []
 
     def __enter__(self) -> Slab:
         return self
@@ -467,7 +452,7 @@ class Slab(OfThisProcess):
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # A slab dropped without close must not leak its descriptor; at interpreter exit there is nothing to save, and
         # nothing of this module left to do it with. Borrowed memory stays as it is for tensors over it.
-        if not is_finalizing() and hasattr(self, "_lock") and getattr(self, "_borrowed", None) is None:
+        if not is_finalizing() and hasattr(self, "_lock") and getattr(self, "borrowed", None) is None:
             self.close()
 
     def __repr__(self) -> str:
@@ -497,14 +482,14 @@ class Slab(OfThisProcess):
             raise UsageError("the slab is closed")
 
     def _check_writable(self) -> None:
-        if self._borrowed is not None:
+        if self.borrowed is not None:
             raise UsageError("the slab is another worker's, which lends it to be read: copy what is to be changed")
 
     def _is_freed(self, name: str, storage: torch.UntypedStorage) -> bool:
         """Return whether the memory of an adopted tensor has been taken away by a resize, as FSDP does."""
         position = self.specs.positions[name]
         start, size_bytes = self.specs.offsets[position], self.specs[position].size_bytes
-        address = self._runs.all[bisect_right(self._runs.starts, start) - 1].address
+        address = self.runs.all[bisect_right(self.runs.starts, start) - 1].address
         return not storage.data_ptr() <= address <= storage.data_ptr() + storage.nbytes() - size_bytes
 
     def _check_range(self, start: int, stop: int) -> None:
@@ -516,17 +501,17 @@ class Slab(OfThisProcess):
         self, segment_size_bytes: int, algorithm: str, threads: int | None = None, deadline: float = NEVER
     ) -> bytes:
         """Return the digests of all segments, joined. A device's are taken there, or while the next piece is copied."""
-        if self._device is None:
+        if self.device is None:
             digest = partial(self.digest, algorithm=algorithm)
             return digests_of_segments(digest, self.size_bytes, segment_size_bytes, threads=threads, deadline=deadline)
         if algorithm == XXH3:
-            there = digests_there(self._device, self._cut_flats, self.size_bytes, segment_size_bytes)
+            there = digests_there(self.device, self._cut_flats, self.size_bytes, segment_size_bytes)
             if there is not None:
                 return there
-        step = max(self._device.piece_size_bytes // segment_size_bytes, 1) * segment_size_bytes
+        step = max(self.device.piece_size_bytes // segment_size_bytes, 1) * segment_size_bytes
         ranges = [(start, min(start + step, self.size_bytes)) for start in range(0, self.size_bytes, step)]
         joined = []
-        for host in self._device.pieces(self._cut_flats, until(deadline, ranges, 1)):
+        for host in self.device.pieces(self._cut_flats, until(deadline, ranges, 1)):
             joined.append(digests_of_view(memory_of(host), segment_size_bytes, algorithm, threads))
         return b"".join(joined)
 
@@ -535,13 +520,13 @@ class Slab(OfThisProcess):
 
     def _copy_through_host(self, device: devices.Device, deadline: float = NEVER) -> None:
         """Hand out and receive copies: memory of this device cannot be handed out itself."""
-        self._device = device
+        self.device = device
         self._flats = [flat_bytes(self._tensors[spec.name]) for spec in until(deadline, self.specs) if spec.size_bytes]
 
     def _cut_flats(self, start: int, stop: int) -> list[torch.Tensor]:
         if start == stop:
             return []
-        first, last, skip, take = self._runs.cut(start, stop)
+        first, last, skip, take = self.runs.cut(start, stop)
         flats = self._flats[first:last]
         flats[-1] = flats[-1][:take]
         flats[0] = flats[0][skip:]

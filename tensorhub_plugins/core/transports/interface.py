@@ -157,10 +157,6 @@ class LinkProgress:
         """Note that the source reports that it waits for bytes itself."""
         self.heard_at = self.waiting_at = time.monotonic()
 
-    def delayed(self, segment: int) -> None:
-        """Note that the source had to wait for this segment before it could serve it."""
-        self.delayed_segments.add(segment)
-
 
 More: TypeAlias = Callable[[], Sequence[int]]  # additional segments to read; empty: none now
 

@@ -91,16 +91,9 @@ class Offer:
             self._ready = bytearray(b"\x01") * len(self._ready)
             self._changed.notify_all()
 
-    def wait_ready(self, segment: int, deadline: float) -> None:
-        """Return when the segment may be read. Raise SourceLost when the offer is withdrawn, or at the deadline."""
-        if not self.poll_ready(segment, deadline):
-            raise SourceLost(
-                f"segment {segment} did not arrive at its source in time", version=self.version, phase="wait"
-            )
-
     def poll_ready(self, segment: int, deadline: float) -> bool:
-        """Do as `wait_ready`, but return False at the deadline; also of a device that captures graphs until then: its
-        memory cannot be read."""
+        """Wait until the segment may be read; return False at the deadline, also of a device that captures graphs until
+        then: its memory cannot be read. Raise SourceLost when the offer is withdrawn."""
         with self._changed:
             while not self._ready[segment]:
                 if self._withdrawn:

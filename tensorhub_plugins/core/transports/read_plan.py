@@ -39,7 +39,7 @@ class ReadPlan:
         bytes would land outside the target. digests: compute them; else none is known."""
         self.computes = digests
         self._manifest = manifest
-        self._target = target
+        self.target = target
         self._digests: dict[int, bytes] = {}
         self._starts: list[int] = []  # in the source's stream
         self._offsets: list[int] = []  # in the target's stream, or UNWANTED
@@ -75,7 +75,7 @@ class ReadPlan:
         host: as of `Slab.writable_ranges`."""
         pieces = list(self._pieces(*self._manifest.segment_range(segment)))
         wanted = [(offset, offset + count) for offset, count in pieces if offset != UNWANTED]
-        with self._target.writable_ranges(wanted, host) as views:
+        with self.target.writable_ranges(wanted, host) as views:
             if len(wanted) != len(pieces):
                 views = _with_spill(pieces, views)
             yield views
@@ -85,19 +85,14 @@ class ReadPlan:
     def is_there(self, segment: int) -> bool:
         """Return whether the target has this segment already, of which every byte is wanted."""
         pieces = self._pieces(*self._manifest.segment_range(segment))
-        views = [view for start, count in pieces for view in self._target.readable(start, start + count)]
+        views = [view for start, count in pieces for view in self.target.readable(start, start + count)]
         return digest_of(views, self._manifest.digest_algorithm) == self._manifest.digest(segment)
 
     def digest_in_place(self, segment: int) -> None:
         """Digest a segment that is in place already, in a target with the source's layout."""
         if self.computes:
-            views = self._target.readable(*self._manifest.segment_range(segment))
+            views = self.target.readable(*self._manifest.segment_range(segment))
             self._digests[segment] = digest_of(views, self._manifest.digest_algorithm)
-
-    @property
-    def target(self) -> Slab:
-        """Return the slab that the bytes go to."""
-        return self._target
 
     def flats(self, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
         """Return the wanted parts of a range of the source's stream: the offset in the range, and the target, as uint8
@@ -106,7 +101,7 @@ class ReadPlan:
         for offset, size_bytes in self._pieces(start, stop):
             if offset != UNWANTED:
                 into = at
-                for flat in self._target.flats(offset, offset + size_bytes):
+                for flat in self.target.flats(offset, offset + size_bytes):
                     wanted.append((into, flat))
                     into += flat.numel()
             at += size_bytes
@@ -121,7 +116,7 @@ class ReadPlan:
         where part of it is not wanted."""
         extents = []
         for offset, size_bytes in self._pieces(start, stop):
-            of_piece = None if offset == UNWANTED else self._target.addresses(offset, offset + size_bytes)
+            of_piece = None if offset == UNWANTED else self.target.addresses(offset, offset + size_bytes)
             if of_piece is None:
                 return None
             extents.append(of_piece)

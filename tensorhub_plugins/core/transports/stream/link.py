@@ -296,7 +296,7 @@ class SocketLink:
         if got_kind not in (kind, or_else) or got != segment:
             raise ProtocolError(f"segment {segment} was due, there came kind {got_kind}, segment {got}")
         if channel.waited:
-            self.progress.delayed(segment)
+            self.progress.delayed_segments.add(segment)
         return length
 
     def _reply(self, channel: Channel, kind: type[_Expected], deadline: float, length: int | None = None) -> _Expected:
