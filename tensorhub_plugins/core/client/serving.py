@@ -123,14 +123,14 @@ class Serving:
         offer.deltas = self.changes.sender(offer)
         offer.mark_all_ready()
         try:
-            with self._changed:
-                effects = self._shelf.publish(key, manifest, offer, returns=self._returns(key), was_read=was_read)
-            for answer in self._carry_out(effects, deadline):
+            for answer in self._decide(
+                lambda: self._shelf.publish(key, manifest, offer, returns=self._returns(key), was_read=was_read),
+                deadline,
+            ):
                 calls.result(answer)  # the session machine ends every request at its deadline
         except BaseException as error:
-            with self._changed:
-                effects = self._shelf.refused(key, offer, left=isinstance(error, calls.Interrupted))
-            self._carry_out(effects)
+            is_left = isinstance(error, calls.Interrupted)
+            self._decide(lambda: self._shelf.refused(key, offer, left=is_left))
             offer.withdraw()  # the shelf may not have taken it
             raise
         with self._changed:
@@ -139,9 +139,7 @@ class Serving:
 
     def take_back(self, keys: Iterable[ShardKey]) -> None:
         """Withdraw these, and notify the hub: the caller that put them here does not know of them."""
-        with self._changed:
-            effects = self._shelf.take_back(keys)
-        self._carry_out(effects)
+        self._decide(lambda: self._shelf.take_back(keys))
 
     def unpublish(self, version: int, layout: str | None, timeout_s: float | None) -> UnpublishReport:
         """Unpublish a version, as `Client.unpublish`."""
@@ -172,12 +170,7 @@ class Serving:
 
     def supersede(self, lineage: Lineage) -> None:
         """Withdraw what a newer attempt of the trainer has superseded. Does not block."""
-        self._soon(self._drop_superseded, lineage)
-
-    def _drop_superseded(self, lineage: Lineage) -> None:
-        with self._changed:
-            effects = self._shelf.supersede(lambda version: is_superseded(version, lineage))
-        self._carry_out(effects)
+        self._soon(self._decide, lambda: self._shelf.supersede(lambda version: is_superseded(version, lineage)))
 
     def _release(self, ticket: shelf.Ticket) -> None:
         with self._changed:  # after a wait in the queue it may be published again by now
@@ -204,10 +197,9 @@ class Serving:
             log.warning("%s: version %d is kept, the hub does not answer", self.worker, next(iter(ticket)).version)
             reply = messages.Unpublished(0, must_retain=True)
         damaged = self._check_sample(ticket, Deadline(max(deadline, time.monotonic() + SAMPLE_S)))
-        with self._changed:
-            effects = self._shelf.unpublished(ticket, keep=reply.must_retain)
+        deadline = Deadline(max(deadline, time.monotonic() + RETAIN_S))
         try:
-            self._carry_out(effects, Deadline(max(deadline, time.monotonic() + RETAIN_S)))
+            self._decide(lambda: self._shelf.unpublished(ticket, keep=reply.must_retain), deadline)
         except DeadlineExceeded as error:
             text = "the last copy could not be moved to host memory in time: it is offered on, and must not change yet"
             raise error.within(text, version=version, phase="retain", timeout_s=timeout_s) from error
@@ -244,8 +236,7 @@ class Serving:
         with self._changed:
             if effect.was_published:
                 self._disowned = UsageError(text, version=effect.key.version, shard=effect.key.shard)
-            effects = self._shelf.damaged(self._shelf.offering(effect.key))
-        self._carry_out(effects)
+        self._decide(lambda: self._shelf.damaged(self._shelf.offering(effect.key)))
 
     def take_disowned(self) -> UsageError | None:
         """Return the error for what was published here and a later hub does not accept; once, then None."""
@@ -299,9 +290,7 @@ class Serving:
             len(names),
             list(names[:NAMES_SHOWN_MAX]),
         )
-        with self._changed:
-            effects = self._shelf.damaged(ticket)
-        self._carry_out(effects)
+        self._decide(lambda: self._shelf.damaged(ticket))
         return names
 
     # --- serve what is being read ---
@@ -328,9 +317,7 @@ class Serving:
         self._carry_out(effects)
 
     def verified(self, read: int, key: ShardKey, segment: int) -> None:
-        with self._changed:
-            effects = self._shelf.verified(read, key, segment)
-        self._carry_out(effects)
+        self._decide(lambda: self._shelf.verified(read, key, segment))
 
     def arriving(self, read: int) -> list[Offer]:
         """Return what this transfer serves to others while it arrives."""
@@ -339,18 +326,14 @@ class Serving:
 
     def complete(self, read: int) -> None:
         """Finish a transfer: everything is here. The hub is notified, without making the caller wait for it."""
-        with self._changed:
-            effects = self._shelf.complete(read)
-            self._changed.notify_all()
-        if wait(self._carry_out(effects), 0.0 if self.hub.is_far else ANNOUNCE_S).not_done:
+        answers = self._decide(lambda: self._shelf.complete(read))
+        if wait(answers, 0.0 if self.hub.is_far else ANNOUNCE_S).not_done:
             log.debug("%s: the hub has not heard yet what was read", self.worker)
 
     def drop(self, read: int, *, restarts: bool) -> None:
         """Withdraw what this transfer was serving. restarts: it begins anew, in another layout or other memory."""
-        with self._changed:
-            effects = self._shelf.drop(read, restarts_after=self.hub.last_request_id + 1 if restarts else None)
-            self._changed.notify_all()
-        self._carry_out(effects)
+        hub = self.hub
+        self._decide(lambda: self._shelf.drop(read, restarts_after=hub.last_request_id + 1 if restarts else None))
 
     # --- memory ---
 
@@ -490,10 +473,19 @@ class Serving:
 
     # --- inside ---
 
-    def _soon(self, work: Callable[..., None], *about: object) -> None:
+    def _soon(self, work: Callable[..., object], *about: object) -> None:
         """Do this in the background, unless it is closed. Does not block."""
         with suppress(RuntimeError):
             self._background.submit(work, *about)
+
+    def _decide(
+        self, decision: Callable[[], list[shelf.Effect[Offer]]], deadline: Deadline = NEVER
+    ) -> list[Future[messages.Reply]]:
+        """Have the shelf decide, and carry that out; return the futures of the hub's answers."""
+        with self._changed:
+            effects = decision()
+            self._changed.notify_all()
+        return self._carry_out(effects, deadline)
 
     def _carry_out(
         self, effects: list[shelf.Effect[Offer]], deadline: Deadline = NEVER
