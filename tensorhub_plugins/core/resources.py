@@ -182,12 +182,15 @@ def is_forbidden(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def named() -> Iterator[None]:
-    """Raise what the system refuses within as `ResourceRefused`. Decorates each public call."""
+def named(*, notes: bool = False) -> Iterator[None]:
+    """Raise what the system refuses within as `ResourceRefused`. Decorates each public call. notes: for `lacked`."""
+    global _noted
     try:
         yield
     except Exception as error:
         found = refusal(error, forbidden=not isinstance(error, TensorHubError))
+        if found is not None and notes:
+            _noted = found.message[:LACKED_LENGTH_MAX], time.monotonic()
         if found is None or found is error:
             raise
         raise found from error
@@ -199,23 +202,12 @@ def lacked() -> str:
     return what if time.monotonic() - at < RECENT_S else run_log.failure[:LACKED_LENGTH_MAX]
 
 
-@contextmanager
-def _noted_and_named() -> Iterator[None]:
-    global _noted
-    try:
-        with named():
-            yield
-    except ResourceRefused as error:
-        _noted = error.message[:LACKED_LENGTH_MAX], time.monotonic()
-        raise
-
-
 def in_each_call(of: type[ClassT]) -> type[ClassT]:
     """Decorate a class: `named` is around each of its public methods, and around its constructor, and what the system
     refuses them is noted."""
     for name, method in vars(of).copy().items():
         if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
-            setattr(of, name, _noted_and_named()(method))
+            setattr(of, name, named(notes=True)(method))
     return of
 
 

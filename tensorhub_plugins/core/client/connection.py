@@ -88,6 +88,14 @@ def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
         aside(context.term).result(TERM_S)
 
 
+class Answer(Future[messages.Reply]):
+    """The answer to a request, which may still be on its way."""
+
+    def __init__(self, request: session.Request) -> None:
+        super().__init__()
+        self.request, self.asked_at = request, time.monotonic()
+
+
 class HubLink:
     """A session with the hub at `address`, or at the one of several (with commas) that answers. keys: None, if it has
     no secret. gate: receives the hub's clock. redial_s: connect anew after so much silence.
@@ -123,7 +131,7 @@ class HubLink:
         redial_s = often if redial_s is None else redial_s
         self._machine = session.Session(_checked(identity), time.monotonic(), redial_s=redial_s, gate=gate)
         self._lock, self._outbox, self.unreached = threading.RLock(), deque[bytes](), Unreached()
-        self._futures: dict[int, tuple[Future[messages.Reply], session.Request]] = {}
+        self._asked: dict[int, Answer] = {}
         self._answers_in_s = float("inf")  # the shortest time so far: no less than a round trip
         self._welcomed: Future[None] = Future()
         self._closing, self._refused, self._nameless = False, "", ""  # why it does not admit us, or has no address
@@ -187,40 +195,25 @@ class HubLink:
         """Return whether others read what this worker is to convert, as far as the hub knew when it chose it."""
         return self._machine.claims.get(key, True)
 
-    def ask(self, make: Callable[[int], session.Request], deadline: float) -> Future[messages.Reply]:
+    def ask(self, make: Callable[[int], session.Request], deadline: float) -> Answer:
         """Send the request that `make` builds from its number. deadline: on time.monotonic().
 
-        The future holds the reply (never Refused), or raises what the hub refused with, or HubUnreachable. Raise
+        The answer is the reply (never Refused), or raises what the hub refused with, or HubUnreachable. Raise
         UsageError for what no hub can read.
         """
-        future = self._timed_future()
         with self._lock:
             if self._closing:
                 raise UsageError("the client is closed")
-            request = _checked(make(self._machine.next_request_id()))
-            self._futures[request.request_id] = future, request
-            self._carry_out(self._machine.handle(session.Ask(request, deadline), time.monotonic()))
+            answer = Answer(_checked(make(self._machine.next_request_id())))
+            self._asked[answer.request.request_id] = answer
+            self._carry_out(self._machine.handle(session.Ask(answer.request, deadline), time.monotonic()))
         self._wake()
-        return future
-
-    def _timed_future(self) -> Future[messages.Reply]:
-        future, made_at = Future[messages.Reply](), time.monotonic()
-
-        def note(_: Future[messages.Reply]) -> None:
-            self._answers_in_s = min(self._answers_in_s, time.monotonic() - made_at)
-
-        future.add_done_callback(note)
-        return future
+        return answer
 
     def answer(self, make: Callable[[int], session.Request], deadline: float) -> messages.Reply:
         """Ask the hub and wait for the answer; the session bounds this by ending every request at its deadline."""
-        numbers: list[int] = []
-
-        def numbered(number: int) -> session.Request:
-            numbers.append(number)
-            return make(number)
-
-        return calls.result(self.ask(numbered, deadline), abandon=lambda: self.end_lease(numbers[0]))
+        answer = self.ask(make, deadline)
+        return calls.result(answer, abandon=lambda: self.end_lease(answer.request.request_id))
 
     def end_lease(
         self,
@@ -244,7 +237,7 @@ class HubLink:
             if self._closing:
                 return
             if shard is None:
-                self._futures.pop(request, None)  # its caller has left, if it has no answer
+                self._asked.pop(request, None)  # its caller has left, if it has no answer
             self._carry_out(self._machine.handle(ended, time.monotonic()))
         self._wake()
 
@@ -410,11 +403,11 @@ class HubLink:
         finally:
             with self._lock:
                 self._closing = True
-                asked = list(self._futures.values())
-                self._futures.clear()
-            for future, request in asked:
-                still = ", which may carry it out until its deadline" if type(request) in FIND_OUT else ""
-                future.set_exception(UsageError(f"the client was closed while it waited for the hub{still}"))
+                unanswered = list(self._asked.values())
+                self._asked.clear()
+            for answer in unanswered:
+                still = ", which may carry it out until its deadline" if type(answer.request) in FIND_OUT else ""
+                answer.set_exception(UsageError(f"the client was closed while it waited for the hub{still}"))
             self._free()
 
     def _note(self, message: messages.HubMessage) -> None:
@@ -499,11 +492,13 @@ class HubLink:
             log.error("%s: two hubs answer at %s by turns: %s", self._name, self.address, TWO_HUBS)
 
     def _resolve(self, request: int, reply: messages.Reply) -> None:
-        asked = self._futures.pop(request, None)
-        if asked is not None and isinstance(reply, messages.Refused):
-            asked[0].set_exception(_refused(reply, peer=self.address, **_described(asked[1])))
-        elif asked is not None:
-            asked[0].set_result(reply)
+        answer = self._asked.pop(request, None)
+        if answer is not None:
+            self._answers_in_s = min(self._answers_in_s, time.monotonic() - answer.asked_at)
+            if isinstance(reply, messages.Refused):
+                answer.set_exception(_refused(reply, peer=self.address, **_described(answer.request)))
+            else:
+                answer.set_result(reply)
         elif request == 0:  # the hub refuses us altogether
             assert isinstance(reply, messages.Refused)
             if self._welcomed.done():
@@ -518,12 +513,12 @@ class HubLink:
             log.error("%s: the hub refuses this worker: %s", self._name, why)
 
     def _expire(self, expired: session.Expired) -> None:
-        asked = self._futures.pop(expired.request_id, None)
-        if asked is not None:
+        answer = self._asked.pop(expired.request_id, None)
+        if answer is not None:
             why = "the hub does not answer" if expired.hub_silent else "the hub did not decide in time"
             why = self._handshakes.shut_out or self._refused or why
-            why += outcome_text(asked[1], was_sent=expired.was_sent)
-            asked[0].set_exception(HubUnreachable(why, peer=self.address, **_described(asked[1])))
+            why += outcome_text(answer.request, was_sent=expired.was_sent)
+            answer.set_exception(HubUnreachable(why, peer=self.address, **_described(answer.request)))
 
     def _flush(self) -> None:
         while self._outbox:

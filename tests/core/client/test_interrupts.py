@@ -89,7 +89,7 @@ class Cast:
         found += ["a call is under way"] * (threads.count("tensorhub-call") - calls._threads._idle)
         found += [name for name in threads if name == "tensorhub-read-trainer/0"]
         found += [f"{name}: {left}" for name, left in (
-            ("transfers", worker._transfers), ("readings", shelf.readings), ("futures", worker._hub._futures),
+            ("transfers", worker._transfers), ("readings", shelf.readings), ("futures", worker._hub._asked),
             ("asked", machine.asked), ("leases", machine.leases),
             ("claims", machine.claims if not isinstance(self.given, Fetched) else ()),
         ) if left]  # fmt: skip

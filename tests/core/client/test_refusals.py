@@ -331,7 +331,7 @@ def test_what_the_hub_would_not_read_is_refused_before_anything_is_kept_of_it(st
     client = stage.client("a")
     with pytest.raises(UsageError, match=r"what the hub is told \(Begin\) has a value of no use"):
         client._hub.ask(lambda n: messages.Begin(n, 0, 1.0, word), time.monotonic() + SOON_S)
-    assert client._hub._machine.asked == client._hub._futures == {}
+    assert client._hub._machine.asked == client._hub._asked == {}
     client.versions()
 
 
