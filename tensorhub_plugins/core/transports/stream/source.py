@@ -440,14 +440,10 @@ class ReaderConnection:
         return self._backend.segment_payload(self._channel, offer, *offer.manifest.segment_range(segment), deadline)
 
     def _await(self, offer: Offer, segment: int, deadline: float) -> bool:
-        """Wait until the segment is ready; return whether that took time. Raise SourceLost when withdrawn."""
-        is_late = not offer.poll_ready(segment, 0.0)
-        if is_late:
-            self._wait_until_ready(offer, segment, deadline)
-        return is_late
-
-    def _wait_until_ready(self, offer: Offer, segment: int, deadline: float) -> None:
-        """Wait until the segment has reached this source; send signs of life meanwhile."""
+        """Wait until the segment has reached this source; return whether that took time. Send signs of life meanwhile.
+        Raise SourceLost when the offer is withdrawn."""
+        if offer.poll_ready(segment, 0.0):
+            return False
         alive_at = time.monotonic() + self._limits.alive_s
         while not offer.poll_ready(segment, min(deadline, time.monotonic() + self._limits.vanished_s)):
             now = time.monotonic()
@@ -460,6 +456,7 @@ class ReaderConnection:
                 self._channel.send([HEADER.pack(ALIVE, 0, 0, 0)], deadline)
                 self._note_use()
                 alive_at = now + self._limits.alive_s
+        return True
 
     def _release(self, *, ended: bool = False) -> None:
         offer, self._offer, self._channel.has_offer = self._offer, None, False
