@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 import msgspec
-from typing_extensions import assert_never
 
 from tensorhub_plugins.core.hub.limits import LEASES_PER_SESSION_MAX
 from tensorhub_plugins.core.hub.state import Version, Worker
@@ -45,18 +44,12 @@ OF_READERS: Mapping[type[m.ClientMessage], Right] = {
 }
 
 
-def right(role: Role, kind: type[m.ClientMessage]) -> Right:
-    """Return how far messages of this kind count when this role sends them."""
-    match role:
-        case "publisher":
-            return "all"
-        case "reader":
-            return OF_READERS[kind]
-        case "observer":
-            return "all" if kind is m.AskStatus else "never"
-        case _:
-            assert_never(role)
-
+# How far messages of each kind count when a role sends them.
+RIGHTS: Mapping[Role, Mapping[type[m.ClientMessage], Right]] = {
+    "publisher": dict.fromkeys(OF_READERS, "all"),
+    "reader": OF_READERS,
+    "observer": {**dict.fromkeys(OF_READERS, "never"), m.AskStatus: "all"},
+}
 
 # What only publishers and operators decide, and the value that replaces it when a reader sends it.
 DECIDED_BY_PUBLISHERS: Mapping[str, object] = {
@@ -73,7 +66,7 @@ DECIDED_BY_PUBLISHERS: Mapping[str, object] = {
 def refusal(role: Role, message: m.ClientMessage, worker: Worker | None) -> str | None:
     """Return why this message is not carried out; None: it is. worker: the one whose session it names."""
     what = type(message).__name__
-    if right(role, type(message)) == "never":
+    if RIGHTS[role][type(message)] == "never":
         if role == "reader":
             return f"{what} was sent with a reader's key, which may not change what others read: use the run's secret"
         return (
@@ -104,7 +97,7 @@ def senseless(message: m.ClientMessage, worker: Worker | None) -> str | None:
 
 def believed(role: Role, message: m.ClientMessage) -> m.ClientMessage:
     """Return the part that counts of this message, which is not refused."""
-    return _own(message) if right(role, type(message)) == "own" else message
+    return _own(message) if RIGHTS[role][type(message)] == "own" else message
 
 
 def _own(message: m.ClientMessage) -> m.ClientMessage:

@@ -13,7 +13,7 @@ import pytest
 from hub_scenarios import LIMITS, RUNTIME, Scenario
 
 from tensorhub_plugins.core.hub.limits import HubLimits
-from tensorhub_plugins.core.hub.permissions import DECIDED_BY_PUBLISHERS, believed, refusal, right, standing
+from tensorhub_plugins.core.hub.permissions import DECIDED_BY_PUBLISHERS, RIGHTS, believed, refusal, standing
 from tensorhub_plugins.core.hub.state import Version
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive
@@ -41,7 +41,7 @@ def held(key: ShardKey, origin: m.Origin = "published", root: bytes | None = Non
 
 
 def test_the_table_has_every_message_and_role() -> None:
-    allowed = {role: {kind for kind in KINDS.values() if right(role, kind) != "never"} for role in ROLES}
+    allowed = {role: {kind for kind in KINDS.values() if RIGHTS[role][kind] != "never"} for role in ROLES}
     assert allowed["publisher"] == set(KINDS.values())
     assert allowed["reader"] == set(KINDS.values()) - {m.Pin, m.Withdraw, m.Retain, m.Begin}
     assert allowed["observer"] == {m.AskStatus}
