@@ -41,6 +41,7 @@ from tensorhub_plugins.core.security.secret import from_environment as keys_from
 from tensorhub_plugins.core.security.secret import generate as new_secret
 from tensorhub_plugins.core.security.secret import write as write_secret
 from tensorhub_plugins.core.transfer.limits import TransferLimits
+from tensorhub_plugins.core.transfer.report import ReplicateReport
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, TransportLimits
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.client.parts import AllHeld, Held, Turns, held_run, held_split, of_all_ranks
     from tensorhub_plugins.core.client.publisher import Publisher
     from tensorhub_plugins.core.client.recovery import Recovery
-    from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
+    from tensorhub_plugins.core.client.reports import Fetched, PublishReport, UnpublishReport
     from tensorhub_plugins.core.device import on_host, settle_host, synchronize
     from tensorhub_plugins.core.drivers import release_cached_memory
     from tensorhub_plugins.core.memory.adoption import forget_live_memory
@@ -85,7 +86,7 @@ _WITH_TORCH = {
     "Client": "client.client",
     "PREEMPTIBLE_VARIABLE": "client.arguments",
     "here": "client.arguments",
-    **dict.fromkeys(("Fetched", "PublishReport", "ReplicateReport", "UnpublishReport"), "client.reports"),
+    **dict.fromkeys(("Fetched", "PublishReport", "UnpublishReport"), "client.reports"),
     "Slab": "memory.slab",
     "forget_live_memory": "memory.adoption",
     **dict.fromkeys(("on_host", "settle_host", "synchronize"), "device"),

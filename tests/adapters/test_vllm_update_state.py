@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tensorhub_plugins.core import TensorHubError, UsageError, VersionRefused
-from tensorhub_plugins.core.client.reports import ReplicateReport
+from tensorhub_plugins.core.transfer.report import ReplicateReport
 from tensorhub_plugins.vllm.worker import update_state as m
 
 ERROR = TensorHubError("lost on the way")

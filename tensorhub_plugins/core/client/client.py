@@ -31,7 +31,7 @@ from tensorhub_plugins.core.client.copies import READ_TIMEOUT_S, Copies
 from tensorhub_plugins.core.client.destinations import Destinations, LiveMemory
 from tensorhub_plugins.core.client.hand_over import hand_over
 from tensorhub_plugins.core.client.history import History
-from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
+from tensorhub_plugins.core.client.reports import Fetched, PublishReport, UnpublishReport
 from tensorhub_plugins.core.client.serving import BACKGROUND_TIMEOUT_S, Serving
 from tensorhub_plugins.core.deadline import NEVER, Deadline, bounded
 from tensorhub_plugins.core.errors import TensorHubError
@@ -47,6 +47,7 @@ from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transfer import replication
 from tensorhub_plugins.core.transfer.limits import TransferLimits
+from tensorhub_plugins.core.transfer.report import ReplicateReport
 from tensorhub_plugins.core.transfer.runner import Outcome, Transfer
 from tensorhub_plugins.core.transports import DEFAULT_LIMITS, DEFAULT_TRANSPORTS, Offer, TransportLimits
 
@@ -277,7 +278,7 @@ class Client(History):
         with allowed.naming(version):
             live = LiveMemory(tensors, parts, repairs=repair, deadline=allowed.deadline)
             destinations = Destinations(self._serving, allowed.deadline, serve=serve, into=live)
-            report = ReplicateReport.of(self._transfer(destinations, version, (layout,), allowed, claim=False))
+            report = self._transfer(destinations, version, (layout,), allowed, claim=False).report
         run_log.record_fetch(report, self._hub, worker=self._worker, seconds=time.monotonic() - allowed.began)
         return report
 
@@ -319,8 +320,8 @@ class Client(History):
             )
             claim = converts and len(layouts) > 1
             outcome = self._transfer(destinations, version, tuple(layouts), allowed, claim=claim)
-        if outcome.claimed is not None and outcome.layout == layouts[0]:
-            self.abandon(outcome.version, layouts[0])  # a conversion that is not needed after all
+        if outcome.claimed is not None and outcome.report.layout == layouts[0]:
+            self.abandon(outcome.report.version, layouts[0])  # a conversion that is not needed after all
         return Fetched.of(outcome, destinations.allocated, layouts[0], only, self._serving.releaser)
 
     def abandon(self, version: int, layout: str, *, unless_awaited: bool = False) -> bool:
@@ -468,9 +469,10 @@ class Client(History):
         try:
             destinations.begin()
             outcome = transfer.run()
+            read = outcome.report
             destinations.deadline = max(destinations.deadline, machine.deadline)
-            destinations.complete(outcome.version, outcome.layout)
-            if self._hub.directive.is_over(outcome.version):  # withdrawn or superseded just now
+            destinations.complete(read.version, read.layout)
+            if self._hub.directive.is_over(read.version):  # withdrawn or superseded just now
                 self._serving.supersede(self._hub.directive.attempts)
             calls.undone_by(destinations.take_back)
             calls.undone_by(lambda: self._unclaim(transfer))
@@ -483,9 +485,9 @@ class Client(History):
             with self._lock:
                 self._transfers.discard(transfer)
         with self._lock:
-            self._seen = self._seen if destinations.for_others else max(self._seen, outcome.version)
-        for loss in outcome.losses:
-            log.warning("%s: version %d: lost %s", self._worker, outcome.version, loss)
+            self._seen = self._seen if destinations.for_others else max(self._seen, read.version)
+        for loss in read.losses:
+            log.warning("%s: version %d: lost %s", self._worker, read.version, loss)
         return outcome
 
     def _unclaim(self, transfer: Transfer) -> None:

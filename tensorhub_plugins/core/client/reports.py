@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +14,7 @@ from tensorhub_plugins.core.memory.assembly import has_parts, view_of
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import same_bytes
 from tensorhub_plugins.core.process import OfThisProcess
+from tensorhub_plugins.core.transfer.report import ReplicateReport
 from tensorhub_plugins.core.transfer.runner import Outcome
 from tensorhub_plugins.core.types import CHECKPOINT
 
@@ -46,51 +46,6 @@ class UnpublishReport:
     damaged: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ReplicateReport:
-    """The result of `replicate` or `fetch`.
-
-    size_bytes: of all that is published. seconds by phase: "find" (until sources were granted), "read" (until all was
-    verified). sources: "replica/shard" -> bytes that were read from it, fewer where not all was wanted. transports:
-    name -> bytes; ways: "same_host shm" -> bytes. losses: the sources that failed on the way, and why. wire_size_bytes:
-    what was sent for these bytes; delta_size_bytes: as many of them came as deltas. What was in place is in none of
-    these. reads: source -> seconds until its last byte had come, and for how many of these it had not got it itself.
-    """
-
-    version: int
-    layout: str
-    size_bytes: int
-    seconds: dict[str, float]
-    sources: dict[str, int]
-    transports: dict[str, int]
-    losses: tuple[str, ...]
-    roots: dict[int, str]  # source shard -> hex of its manifest's root
-    algorithms: dict[int, str]  # source shard -> the algorithm of its digests and root
-    wire_size_bytes: int = 0
-    delta_size_bytes: int = 0
-    reads: dict[str, tuple[float, float]] = field(default_factory=dict)
-    ways: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, outcome: Outcome) -> ReplicateReport:
-        """Return the report of a transfer's outcome."""
-        return cls(
-            outcome.version,
-            outcome.layout,
-            outcome.size_bytes,
-            outcome.seconds,
-            dict(outcome.sources),
-            _by_transport(outcome.ways),
-            outcome.losses,
-            {shard: manifest.root().hex() for shard, manifest in outcome.manifests.items()},
-            {shard: manifest.digest_algorithm for shard, manifest in outcome.manifests.items()},
-            outcome.wire_size_bytes,
-            outcome.delta_size_bytes,
-            outcome.reads,
-            dict(outcome.ways),
-        )
-
-
 @dataclass
 class Fetched(OfThisProcess):
     """One version in memory of its own. slabs and manifests are by source shard; tensors of which several shards hold
@@ -119,10 +74,11 @@ class Fetched(OfThisProcess):
         releaser: Callable[[Iterable[Slab]], Callable[[], None]],
     ) -> Fetched:
         """Return what was read in this layout, or in the preferred one; wanted counts for a checkpoint only."""
-        converts = preferred if outcome.claimed is not None and outcome.layout != preferred else None
-        wanted = wanted if outcome.layout == CHECKPOINT else None
-        report, release = ReplicateReport.of(outcome), releaser(slabs.values())
-        return cls(outcome.version, outcome.layout, slabs, outcome.manifests, report, converts, wanted, release)
+        report = outcome.report
+        converts = preferred if outcome.claimed is not None and report.layout != preferred else None
+        wanted = wanted if report.layout == CHECKPOINT else None
+        release = releaser(slabs.values())
+        return cls(report.version, report.layout, slabs, outcome.manifests, report, converts, wanted, release)
 
     @property
     def unpinned(self) -> str | None:
@@ -184,14 +140,6 @@ class Fetched(OfThisProcess):
             for manifest in self.manifests.values():
                 manifest.tensors.forget_specs()
         self._release, self.slabs = None, {}
-
-
-def _by_transport(ways: Mapping[str, int]) -> dict[str, int]:
-    """Return how many bytes came over each transport, wherever from."""
-    found = Counter[str]()
-    for way, size_bytes in ways.items():
-        found[way.partition(" ")[2]] += size_bytes
-    return dict(found)
 
 
 def _text(shard: int) -> str:

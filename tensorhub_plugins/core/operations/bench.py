@@ -22,7 +22,6 @@ import torch
 
 from tensorhub_plugins.core import transports
 from tensorhub_plugins.core.client.client import Client
-from tensorhub_plugins.core.client.reports import ReplicateReport
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, NotPublished, TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import HubLimits
@@ -41,6 +40,7 @@ from tensorhub_plugins.core.protocol.address import (
 )
 from tensorhub_plugins.core.protocol.reach import format_address, is_of_one_host
 from tensorhub_plugins.core.security.keys import Keys
+from tensorhub_plugins.core.transfer.report import ReplicateReport
 from tensorhub_plugins.core.types import HOSTS_MAX
 
 RUN, SERVED, ABOUT, ABOUT_BYTES = "tensorhub-bench", "served", "about", 256

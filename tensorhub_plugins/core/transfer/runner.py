@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from tensorhub_plugins.core.progress import Progress
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.transfer import events, replication
+from tensorhub_plugins.core.transfer.report import ReplicateReport
 from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader, Target
 from tensorhub_plugins.core.transfer.unreached import Unreached
 from tensorhub_plugins.core.transports import Bases, Transport
@@ -101,26 +102,11 @@ class Destinations(Protocol):
 
 @dataclass
 class Outcome:
-    """The result of a finished transfer. seconds: "find" (until sources were granted), "read" (until all was verified).
+    """The result of a finished transfer. manifests: by source shard. claimed: what this reader is to convert."""
 
-    manifests: by source shard. sources: "replica/shard" -> bytes. ways: "same_host shm" -> bytes. wire_size_bytes: what
-    was sent for these. delta_size_bytes: of those that came by a delta. reads: "replica/shard" -> seconds until its
-    last byte had come, and for how many of these it had not got the bytes itself.
-    """
-
-    version: int
-    layout: str
-    shard_count: int
+    report: ReplicateReport
     manifests: dict[int, Manifest]
     claimed: ShardKey | None
-    size_bytes: int
-    seconds: dict[str, float]
-    sources: Counter[str] = field(default_factory=Counter)
-    ways: Counter[str] = field(default_factory=Counter)
-    losses: tuple[str, ...] = ()
-    wire_size_bytes: int = 0
-    delta_size_bytes: int = 0
-    reads: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class Transfer:
@@ -199,21 +185,25 @@ class Transfer:
         ended = time.monotonic()
         granted = self._granted_at if self._granted_at is not None else ended
         manifests = {shard: target.manifest for shard, target in self._targets.items()}
-        return Outcome(
+        over = Counter[str]()  # each transport, wherever from
+        for way, size_bytes in self._bytes_by.items():
+            over[way.partition(" ")[2]] += size_bytes
+        report = ReplicateReport(
             self._machine.version,
             self._machine.layout,
-            self._machine.shard_count,
-            manifests,
-            self._machine.claimed,
             sum(manifest.size_bytes for manifest in manifests.values()),
             {"find": granted - began, "read": ended - granted},
-            self._bytes_from,
-            self._bytes_by,
+            dict(self._bytes_from),
+            dict(over),
             tuple(self._machine.losses),
+            {shard: manifest.root().hex() for shard, manifest in manifests.items()},
+            {shard: manifest.digest_algorithm for shard, manifest in manifests.items()},
             self._wire,
             self._by_delta,
             {worker: (at - began, waited_s) for worker, (at, waited_s) in self._came.items()},
+            dict(self._bytes_by),
         )
+        return Outcome(report, manifests, self._machine.claimed)
 
     def _next_event(self) -> events.Event:
         while True:
