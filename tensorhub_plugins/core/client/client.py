@@ -120,23 +120,18 @@ class Client(History):
         arguments.check_identity(shard, shard_count, run=run, model=model, replica=replica)
         arguments.check_budget(memory_budget_bytes, over_budget)
         resources.begin_client()
-        self.replica, self.shard, self.shard_count = replica, shard, shard_count
-        self._worker = f"{replica}/{shard}"
+        self.replica, self.shard, self.shard_count, self._worker = replica, shard, shard_count, f"{replica}/{shard}"
         self._gate = None if (keys := secret.given(keys)) is None else Gate(keys.lease_key)
         self._verify, self.digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
         self._location = arguments.located(arguments.here() if location is None else location)
-        self._lock = threading.Lock()
-        self._transfers: set[Transfer] = set()
-        self._seen = 0  # the newest version that was read or published here
-        self._closed, self._left = False, threading.Event()
-        self._pid = os.getpid()
+        self._lock, self._left, self._transfers = threading.Lock(), threading.Event(), set[Transfer]()
+        self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
         self.budget = Budget(self._worker, memory_budget_bytes, refuses=over_budget == "refuse")
         self._serving = Serving(self._worker, SlabPool(), self.budget, arguments.check_delta(delta))
         self._preemptible = arguments.is_preemptible() if preemptible is None else preemptible
         self._job = arguments.check_word("job", os.environ.get("TENSORHUB_JOB", "") if job is None else job)
-        self.changes = self._serving.changes
-        self._copies = Copies(self._serving, self._copy)
+        self.changes, self._copies = self._serving.changes, Copies(self._serving, self._copy)
         told = advertised.choose(address, deadline, host=advertise_host, interface=interface, ports=ports)
         self._transports = arguments.usable(transports, told, transport_limits, self._gate)
         try:
@@ -172,8 +167,7 @@ class Client(History):
 
         Raise UsageError for what can never be published, VersionGone for a withdrawn version, DeadlineExceeded when it
         was not copied and digested in time, HubUnreachable without an answer: then nothing is published later; it says
-        whether the request may have reached the hub, in which case it is unpublished.
-        """
+        whether the request may have reached the hub, in which case it is unpublished."""
         allowed = Allowed.begin(timeout_s, tensors)
         arguments.check_flags(copy=copy, strict=strict)
         key = self._key(version, layout)
@@ -468,8 +462,7 @@ class Client(History):
         transfer.direct(self._hub.directive)
         try:
             destinations.begin()
-            outcome = transfer.run()
-            read = outcome.report
+            read = (outcome := transfer.run()).report
             destinations.deadline = max(destinations.deadline, machine.deadline)
             destinations.complete(read.version, read.layout)
             if self._hub.directive.is_over(read.version):  # withdrawn or superseded just now
