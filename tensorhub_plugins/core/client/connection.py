@@ -299,28 +299,27 @@ class HubLink:
 
     def _connect_if_due(self, poller: select.poll, now: float) -> None:
         """Look up the next address, when that is due, or this one while the hub is silent there; connect."""
-        if self._is_to_redial or self._is_refused(now):
+        if self._is_to_redial or (self._handshakes.is_refused and self._is_refused(now)):
             self._is_to_redial, self._is_stale = False, True
             self._dialed += 1
             self._look_up()
         is_quiet = now - self._machine.heard_at > QUIET_HEARTBEATS * self._machine.heartbeat_s
         if is_quiet and self._lookup is None and now - self._looked_at > LOOK_UP_EVERY_S:
             self._look_up()
-        self._connect_if_found(poller)
+        if self._lookup is not None and self._lookup.done():
+            found, self._lookup = self._lookup, None
+            self._connect(found, poller)
 
     def _is_refused(self, now: float) -> bool:
         """Return whether to go on to the next address, as this one has refused: at once until each has been tried."""
-        if not self._handshakes.is_refused or self._is_stale or self._welcomed.done():
+        if self._is_stale or self._welcomed.done():
             return False
         choices = len(self._addresses) * max(map(len, self._found.values()), default=1)
         return choices > 1 and (self._dialed < choices - 1 or now - self._looked_at > REFUSED_AGAIN_S)
 
-    def _connect_if_found(self, poller: select.poll) -> None:
+    def _connect(self, found: Future[tuple[str, ...]], poller: select.poll) -> None:
         """Connect to where the hub's name resolves: at first, when the connection is to be replaced, and when the name
         resolves elsewhere than before. While it cannot be looked up, use the last result."""
-        if self._lookup is None or not self._lookup.done():
-            return
-        found, self._lookup = self._lookup, None
         try:
             self._found[self.address], self._nameless = found.result(), ""
         except (OSError, ValueError) as error:
@@ -389,6 +388,9 @@ class HubLink:
                 self._check_handshakes()
                 self._receive_all()
                 with self._lock:
+                    # For the next heartbeat.
+                    self._machine.unreached = self.unreached.sessions(time.monotonic())
+                    self._machine.worked, self._machine.lacks = work.count(), resources.lacked()
                     self._carry_out(self._machine.handle(session.Tick(), time.monotonic()))
                     wait_s = self._machine.next_deadline() - time.monotonic()
                 self._connect_if_due(poller, time.monotonic())
@@ -410,29 +412,26 @@ class HubLink:
                 answer.set_exception(UsageError(f"the client was closed while it waited for the hub{still}"))
             self._free()
 
-    def _note(self, message: messages.HubMessage) -> None:
+    def _note(self, message: messages.Welcome | messages.Alive) -> None:
         """Act on a Welcome, the hub's clock, an idle reader that lost its lease on us, and a request for a copy."""
         if isinstance(message, messages.Welcome):
             self._refused = ""
-        if isinstance(message, messages.Alive) and message.idle:
-            log.warning(
-                "%s: %s kept a place here without reading, and has lost it", self._name, printable(message.idle)
-            )
-        if isinstance(message, messages.Welcome) and not self._welcomed.done():
-            self._check_handshakes()  # from now on a child may be forked, and must not inherit this connection
+            if not self._welcomed.done():
+                self._check_handshakes()  # from now on a child may be forked, and must not inherit this connection
             if not self._welcomed.done():
                 self._welcomed.set_result(None)
-        if isinstance(message, messages.Alive) and message.unreached:
-            log.warning("%s: %s", self._name, printable(message.unreached))
-        self._machine.unreached = self.unreached.sessions(time.monotonic())  # for the next heartbeat, as are:
-        self._machine.worked, self._machine.lacks = work.count(), resources.lacked()
-        if self._copies is not None and isinstance(message, messages.Welcome | messages.Alive):
+        else:
+            if message.idle:
+                reader = printable(message.idle)
+                log.warning("%s: %s kept a place here without reading, and has lost it", self._name, reader)
+            if message.unreached:
+                log.warning("%s: %s", self._name, printable(message.unreached))
+        if self._copies is not None:
             self._machine.room_bytes = min(self._copies.room_bytes(), COUNT_MAX)
-        if self._copies is not None and isinstance(message, messages.Alive) and message.hold:
-            self._copies.hold(message.hold)
-        hub, tells = self._machine.hub, isinstance(message, messages.Welcome | messages.Alive) and message.clock
-        if self._gate is not None and hub is not None and tells:
-            self._gate.hear(hub, tells, time.monotonic())
+            if isinstance(message, messages.Alive) and message.hold:
+                self._copies.hold(message.hold)
+        if self._gate is not None and self._machine.hub is not None and message.clock:
+            self._gate.hear(self._machine.hub, message.clock, time.monotonic())
 
     def _check_handshakes(self) -> None:
         problem = self._handshakes.problem(time.monotonic())
@@ -458,7 +457,8 @@ class HubLink:
                 continue
             with self._lock:
                 self._carry_out(self._machine.handle(session.Heard(message), time.monotonic()))
-            self._note(message)
+            if isinstance(message, messages.Welcome | messages.Alive):
+                self._note(message)
 
     def _carry_out(self, effects: list[session.Effect]) -> None:
         for effect in effects:

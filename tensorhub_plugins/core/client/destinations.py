@@ -174,7 +174,9 @@ class Destinations:
         else:
             hoped = tuple(segment for segment in needed if contents.get(segment) == manifest.digest(segment))
         every = len(hoped) == manifest.segment_count  # these are digested by several threads
-        if is_alike:
+        if not hoped:
+            in_place = frozenset[int]()
+        elif is_alike:
             in_place = frozenset(hoped) - frozenset(
                 slab.damaged(manifest, None if every else hoped, deadline=self.deadline)
             )

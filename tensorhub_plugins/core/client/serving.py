@@ -367,8 +367,13 @@ class Serving:
         offered = [(key, entry) for key, entry in entries if entry.offer.slab.kind in OWN_KINDS]
         spent = sum(entry.offer.slab.size_bytes for _, entry in offered)
         was_over, self._is_over = self._is_over, spent + size_bytes > self._budget.size_bytes
-        if not self._is_over or (was_over and not refuses):  # logged once, until it was below again
-            return
+        if self._is_over and (refuses or not was_over):  # logged once, until it was below again
+            self._exceed(offered, spent, size_bytes, refuses=refuses)
+
+    def _exceed(
+        self, offered: Sequence[tuple[ShardKey, shelf.Entry[Offer]]], spent: int, size_bytes: int, *, refuses: bool
+    ) -> None:
+        """Log that so many more bytes are above the budget, or refuse them."""
         newest = [
             f"version {key.version} {key.layout} {entry.offer.slab.size_bytes / 1e6:.1f} MB"
             f"{', retained' if entry.is_retained else ''}"

@@ -493,24 +493,7 @@ class Session:
     def _tick(self, now: float) -> None:
         for request_id, asked in list(self.asked.items()):
             if now >= asked.deadline + ANSWER_MARGIN_S:
-                del self.asked[request_id]
-                match asked.message:
-                    case m.Publish(_, holding):
-                        if not asked.announced and self.holdings.get(holding.key) is holding:
-                            self._ask(m.Unpublish(self.next_request_id(), (holding.key,), 0.0, gone=True), now, now)
-                    case m.Unpublish(_, keys, _):
-                        self.retained.update(key for key in keys if 0 < self.offered.get(key, 0) < request_id)
-                        self._retry_retained = True
-                    case m.Abandon(_, key):
-                        self.claims.pop(key, None)
-                    case m.Acquire():
-                        if self._welcomed:
-                            self._send(m.Release(request_id))
-                    case _:
-                        pass
-                self._send_unblocked(asked.message, now)
-                is_silent = self.heard_at <= asked.asked_at or now - self.heard_at > HUB_QUIET_S + 2 * self._late_s
-                self._effects.append(Expired(request_id, is_silent, asked.was_sent))
+                self._expire(request_id, asked, now)
         for request_id in [r for r, lease in self.leases.items() if lease.deadline + ANSWER_MARGIN_S <= now]:
             del self.leases[request_id]
         if not self._away and now - self.heard_at > HUB_SILENT_S + 5 * self._late_s:
@@ -525,24 +508,42 @@ class Session:
         elif now >= self._next_heartbeat:
             self._beat(now)
 
+    def _expire(self, request_id: int, asked: Asked, now: float) -> None:
+        """End a request whose deadline has passed without an answer."""
+        del self.asked[request_id]
+        match asked.message:
+            case m.Publish(_, holding):
+                if not asked.announced and self.holdings.get(holding.key) is holding:
+                    self._ask(m.Unpublish(self.next_request_id(), (holding.key,), 0.0, gone=True), now, now)
+            case m.Unpublish(_, keys, _):
+                self.retained.update(key for key in keys if 0 < self.offered.get(key, 0) < request_id)
+                self._retry_retained = True
+            case m.Abandon(_, key):
+                self.claims.pop(key, None)
+            case m.Acquire():
+                if self._welcomed:
+                    self._send(m.Release(request_id))
+            case _:
+                pass
+        self._send_unblocked(asked.message, now)
+        is_silent = self.heard_at <= asked.asked_at or now - self.heard_at > HUB_QUIET_S + 2 * self._late_s
+        self._effects.append(Expired(request_id, is_silent, asked.was_sent))
+
     def _beat(self, now: float) -> None:
         self._next_heartbeat = now + self.heartbeat_s
         held = {r: lease for r, lease in self.leases.items() if lease.deadline > now}
-        leases = {r: len(lease.sources) for r, lease in held.items()}
-        progress = {r: lease.progress for r, lease in held.items()}
         assert self.hub is not None
         changing = any(isinstance(asked.message, m.Publish | m.Unpublish) for asked in self.asked.values())
         checksum = 0 if changing else m.holdings_checksum((key, h.complete) for key, h in self.holdings.items())
-        directive = directive_checksum(self.directive)
         self._send(
             m.Heartbeat(
                 self.hub,
                 self.last_request_id,
                 pending=tuple(self.asked),
-                leases=leases,
+                leases={r: len(lease.sources) for r, lease in held.items()},
                 holdings_checksum=checksum,
-                directive_checksum=directive,
-                progress=progress,
+                directive_checksum=directive_checksum(self.directive),
+                progress={r: lease.progress for r, lease in held.items()},
                 room_bytes=self.room_bytes,
                 leaving=self.leaving,
                 served=None if self.gate is None else self.gate.take_served(),

@@ -36,7 +36,7 @@ class Publishing:
         if request_id < worker.withdrawn.get(announced.key, 0):  # overtaken on the way by its own Unpublish
             self._outbox.reply(worker, m.Done(request_id))
             return
-        if self._may_be_taken(worker, announced, now):
+        if self._registry.recovering(now) and self._may_be_taken(worker, announced):
             return  # it is sent again with the next heartbeat
         if problem := self.is_of_the_past(worker, announced):
             self._outbox.refuse(worker, request_id, "Superseded", problem)
@@ -47,15 +47,17 @@ class Publishing:
         if problem:
             self._outbox.refuse(worker, request_id, "UsageError", problem)
         else:
-            self._registry.end_claim(worker, announced.key, now, converted=True)
-            self._check_budget(worker.history)
+            if announced.key in worker.claims:
+                self._registry.end_claim(worker, announced.key, now, converted=True)
+            if self._registry.limits.published_bytes_max:
+                self._check_budget(worker.history)
             self._outbox.reply(worker, m.Done(request_id))
 
-    def _may_be_taken(self, worker: Worker, announced: m.Holding, now: float) -> bool:
+    def _may_be_taken(self, worker: Worker, announced: m.Holding) -> bool:
         """Return whether a version of this number was seen whose holder may still send a Hello with other bytes. What a
         reader's key has seen does not block a trainer."""
         key, history = announced.key, worker.history
-        if not self._registry.recovering(now) or announced.origin == "replicated" or key.layout != CHECKPOINT:
+        if announced.origin == "replicated" or key.layout != CHECKPOINT:
             return False
         version, shard = history.versions.get(key.version), (key.layout, key.shard_count, key.shard)
         if key in worker.holdings or (version is not None and shard in version.contents):
@@ -110,7 +112,7 @@ class Publishing:
         """Record a holding; return what is wrong with it, if anything."""
         key, history = announced.key, worker.history
         problem = self._cannot_be_held(worker, announced, now, offered)
-        if problem is not None or self._waits(worker, announced, as_of, offered, now):
+        if problem is not None or (worker.role == "reader" and self._waits(worker, announced, as_of, offered, now)):
             return problem
         version, shard = history.version(key.version), (key.layout, key.shard_count, key.shard)
         if worker.role != "reader" and shard in version.by_readers and version.contents[shard][0] != announced.root:
@@ -147,9 +149,10 @@ class Publishing:
         return mine.origin == "replicated" or version.copies.replica_has_all(key.layout, key.shard_count, worker.group)
 
     def _waits(self, worker: Worker, announced: m.Holding, as_of: int, offered: int, now: float) -> bool:
-        """Return whether this is kept aside until a publisher names it: none has, or one named other bytes."""
+        """Return whether what a reader's key reports is kept aside until a publisher names it: none has, or one named
+        other bytes."""
         key = announced.key
-        if worker.role != "reader" or key in worker.holdings:
+        if key in worker.holdings:
             return False
         before = self._registry.take_from_aside(worker, key)
         waits = self._standing(worker, announced, offered, now) == "aside"

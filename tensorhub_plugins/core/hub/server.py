@@ -215,10 +215,15 @@ class Server(OfThisProcess):
                     self._handle(hub.Tick(), now)
                     self._check_files()
                     next_tick = self._hub.next_deadline(now)
-                self._say_figures(now)
-                self._is_caught_up = not poller.poll(int(1000 * min(0.1, max(0.0, next_tick - now))))
-                if not self._is_caught_up:
-                    self._let_in()
+                if not self._asked.empty():
+                    self._say_figures(now)
+                ready = dict(poller.poll(int(1000 * min(0.1, max(0.0, next_tick - now)))))
+                self._is_caught_up = not ready
+                if self._strangers.socket in ready:
+                    self._strangers.look()
+                if self._doorman is not None and self._doorman.socket in ready:
+                    self._doorman.answer()
+                if ready:
                     self._receive_burst()
                     next_tick = min(next_tick, self._hub.next_deadline(now))  # a new deadline may be sooner
         except Exception:
@@ -272,11 +277,6 @@ class Server(OfThisProcess):
         if self._doorman is not None:
             poller.register(self._doorman.socket, zmq.POLLIN)
         return poller
-
-    def _let_in(self) -> None:
-        self._strangers.look()
-        if self._doorman is not None:
-            self._doorman.answer()
 
     def _receive_burst(self) -> None:
         for _ in range(RECEIVE_BURST_MAX):

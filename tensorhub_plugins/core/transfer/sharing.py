@@ -226,7 +226,9 @@ def _too_slow(
     shard: Shard, held: Mapping[bytes, Mapping[int, None]], now: float, last_at: Mapping[bytes, float]
 ) -> bytes | None:
     """Return the source that would take longest, if an idle one would do its rest much sooner; None: there is none."""
-    idle = [shard.sources[session] for session, assigned in held.items() if not assigned]
+    idle = [s for s in (shard.sources[session] for session, assigned in held.items() if not assigned) if s.is_open]
+    if not idle:
+        return None
     busy = [
         (shard.sources[session].rest_s(len(assigned), now, last_at[session]), session)
         for session, assigned in held.items()
@@ -240,11 +242,10 @@ def _too_slow(
     if victim.is_far and not silent:
         return None
     for taker in idle:
-        if taker.is_open:
-            limits, unproven_s = taker.limits, 0.0 if silent or rest_s > taker.limits.waits_s else rest_s
-            mine_s = len(held[slowest]) / taker.rate if taker.rate else unproven_s
-            if rest_s > limits.takeover_ratio * mine_s + limits.takeover_s:
-                return slowest
+        limits, unproven_s = taker.limits, 0.0 if silent or rest_s > taker.limits.waits_s else rest_s
+        mine_s = len(held[slowest]) / taker.rate if taker.rate else unproven_s
+        if rest_s > limits.takeover_ratio * mine_s + limits.takeover_s:
+            return slowest
     return None
 
 

@@ -251,11 +251,13 @@ class SourceReader:
         problems, where = dict[str, str](), {"far": self._far, "tls_only": tls.is_required()}
         endpoints = at_all_hosts(self.grant.endpoints, self.grant.hosts)
         for name, endpoint in choices(tuple(self._transports), endpoints, **where):
+            self._endpoints = endpoint.split(",")
+            open_ = self._open_at if len(self._endpoints) == 1 else self._open_one
             try:
-                link, manifest = self._open_one(name, endpoint, self._soon())
+                link, manifest = open_(name, endpoint, self._soon())
                 self.transport, self._misled = name, False
                 self._slower = _slower_way(name, problems, self.grant, tuple(self._transports), self._away)
-                self._unmeasured = self._to_measure(name, endpoint, manifest)
+                self._unmeasured = self._to_measure(name, manifest) if len(self._endpoints) > 1 else []
                 return link, manifest
             except VersionGone as error:
                 raise SourceLost(str(error), peer=self.grant.worker, phase="open") from error
@@ -275,9 +277,9 @@ class SourceReader:
         raise SourceLost(why + FORBIDDEN * self._forbidden, peer=self.grant.worker, phase="open")
 
     def _open_one(self, name: str, endpoint: str, deadline: float) -> tuple[Link, Manifest]:
-        """Open what is to be read at one of these endpoints. Some of them may lead to another worker, or to
+        """Open what is to be read at one of several endpoints. Some of them may lead to another worker, or to
         what does not answer, which leaves half of the time to the others."""
-        left = self._endpoints = endpoint.split(",")
+        left = endpoint.split(",")
         while True:
             began = time.monotonic()
             until = deadline if len(left) == 1 else (began + deadline) / 2
@@ -314,9 +316,9 @@ class SourceReader:
                 raise
         return self._open_at(name, endpoint, deadline, kept_until)
 
-    def _to_measure(self, name: str, endpoint: str, manifest: Manifest) -> list[str]:
+    def _to_measure(self, name: str, manifest: Manifest) -> list[str]:
         """Return the endpoints over which a segment is to be read before the others, see `_measure`."""
-        found = WAYS.unmeasured(endpoint.split(","), time.monotonic()) if name in MEASURED and self._verify else []
+        found = WAYS.unmeasured(self._endpoints, time.monotonic()) if name in MEASURED and self._verify else []
         return found if found and manifest.segment_count >= SEGMENTS_PER_WAY * len(found) else []
 
     def _measure(self, link: Link) -> Link:

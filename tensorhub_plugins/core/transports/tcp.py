@@ -152,7 +152,7 @@ class _TcpStream:
 
     def start(self, ready: deque[int]) -> bool:
         segment = ready.popleft()
-        if (made := self._patches.make(segment)) is not None:
+        if self._patches.may_come and (made := self._patches.make(segment)) is not None:
             self._landed += made
             return True
         with ExitStack() as stack:

@@ -70,8 +70,7 @@ class Patches:
 
     def make(self, segment: int) -> list[int] | None:
         """Make the segment of the delta that has come; return it, or nothing if it is wrong. None: none has come."""
-        if self._bases is None:
-            return None
+        assert self._bases is not None
         if self._frame is None:
             self._bases.forget(segment)  # about to be overwritten
             return None
