@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 4_340,
-    "core/client": 5_682,
+    "core/client": 5_683,
     "core/deltas": 685,
     "core/hub": 5_587,
     "core/kernels": 560,
