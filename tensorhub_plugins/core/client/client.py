@@ -320,7 +320,8 @@ class Client(History):
 
     def abandon(self, version: int, layout: str, *, unless_awaited: bool = False) -> bool:
         """Abandon a conversion that `fetch` assigned to this worker; another is chosen. Does not wait for the hub.
-        unless_awaited: keep it, and return False, if other replicas read that layout, as far as the hub knew."""
+        unless_awaited: keep it, and return False, if other replicas read that layout, as far as the hub knew.
+        """
         arguments.check_flags(unless_awaited=unless_awaited)
         key = self._key(version, layout)
         check_not_forked(self._pid, "client")

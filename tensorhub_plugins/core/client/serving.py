@@ -367,26 +367,27 @@ class Serving:
         offered = [(key, entry) for key, entry in entries if entry.offer.slab.kind in OWN_KINDS]
         spent = sum(entry.offer.slab.size_bytes for _, entry in offered)
         was_over, self._is_over = self._is_over, spent + size_bytes > self._budget.size_bytes
-        if self._is_over and (refuses or not was_over):  # logged once, until it was below again
-            self._exceed(offered, spent, size_bytes, refuses=refuses)
+        if not self._is_over:
+            return
+        text = self._exceeded(offered, spent, size_bytes)
+        resources.note(text)
+        if refuses:
+            raise UsageError(text)
+        if not was_over:  # logged once, until it was below again
+            log.warning("%s", text)
 
-    def _exceed(
-        self, offered: Sequence[tuple[ShardKey, shelf.Entry[Offer]]], spent: int, size_bytes: int, *, refuses: bool
-    ) -> None:
-        """Log that so many more bytes are above the budget, or refuse them."""
+    def _exceeded(self, offered: Sequence[tuple[ShardKey, shelf.Entry[Offer]]], spent: int, size_bytes: int) -> str:
+        """Return that so many more bytes are above the budget, and what to do."""
         newest = [
             f"version {key.version} {key.layout} {entry.offer.slab.size_bytes / 1e6:.1f} MB"
             f"{', retained' if entry.is_retained else ''}"
             for key, entry in offered[-NAMES_SHOWN_MAX:]
         ]
-        text = (
+        return (
             f"{self.worker} offers {len(offered)} copies of {spent / 1e6:.1f} MB, and {size_bytes / 1e6:.1f} MB more "
             f"are above its budget of {self._budget.size_bytes / 1e6:.1f} MB; the last: {'; '.join(newest) or 'none'}. "
             "Unpublish versions that are over, retain fewer, or raise memory_budget_bytes"
         )
-        if refuses:
-            raise UsageError(text)
-        log.warning("%s", text)
 
     def room_bytes(self) -> int:
         """Return the bytes free for copies that others need: what the budget leaves, at most half of what is free."""

@@ -84,7 +84,8 @@ OF_MODELS: tuple[tuple[str, str, Callable[[_Tally], float]], ...] = (
     ),
     (
         "lacking_workers",
-        "workers that the system has refused memory, threads, files or space on a disk in the last ten minutes",
+        "workers that the system has refused memory, threads, files or space on a disk, or that offered more than "
+        "their budget, in the last ten minutes",
         lambda m: m.lacking,
     ),
     ("followers", "replicas that ask for the newest version", lambda m: m.followers),

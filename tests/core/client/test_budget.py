@@ -6,9 +6,11 @@ import pytest
 import torch
 from client_stage import until
 
-from tensorhub_plugins.core import Publisher, TensorSpec, UsageError
+from tensorhub_plugins.core import Publisher, TensorSpec, UsageError, resources
+from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.machine import available_bytes, total_bytes
+from tensorhub_plugins.core.operations.problems import find
 from tensorhub_plugins.core.options import Need
 
 MEGABYTE = 1_000_000
@@ -35,6 +37,20 @@ def test_versions_that_are_never_taken_back_are_said_to_add_up(stage, caplog):
     for version in range(10, 13):
         trainer.publish(version, tensors(version))
     assert len(caplog.records) == 2  # it was below meanwhile
+
+
+def test_status_names_who_is_above_its_budget(stage, monkeypatch):
+    monkeypatch.setattr(resources, "_noted", ("", float("-inf")))
+    trainer = stage.client("trainer", memory_budget_bytes=2 * MEGABYTE)
+
+    def problems():
+        return "\n".join(problem.what for problem in find(fetch_status(stage.address)))
+
+    for version in range(1, 5):
+        if version == 3:
+            assert "above its budget" not in problems()
+        trainer.publish(version, tensors(version))
+    until(lambda: "trainer/0 offers 3 copies of 3.0 MB" in problems() and "above its budget of 2.0 MB" in problems())
 
 
 def test_it_can_be_refused_and_nothing_is_published(stage, caplog):
