@@ -139,7 +139,8 @@ class Engine:
 
         own_core: the engine core is a process of its own and steps by itself, as in a server. options: more of LLM's.
         """
-        env = {**(env or {}), **({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if own_core else {})}
+        # In the engine's own environment: other tests may have started the fork server, which keeps what it had then.
+        env = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_core)), "VLLM_LOGGING_LEVEL": "WARNING", **(env or {})}
         self._own_core = own_core
         context = _context()
         self._pipe, theirs = context.Pipe()
@@ -214,10 +215,7 @@ def engines(*models: Path, **options: Any) -> Iterator[list[Engine]]:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    # The fork server inherits these; all engines of a test run share it.
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, by a fork server that starts here
     context.set_forkserver_preload(["vllm_preload"])
     return context
 

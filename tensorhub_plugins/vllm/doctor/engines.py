@@ -176,7 +176,6 @@ def short(error: object) -> str:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that errors arrive here, and not only in a log
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     context.set_forkserver_preload(list(PRELOAD))
     return context
@@ -190,7 +189,7 @@ def _begin(pipe: Any, log: Path | None, function: Callable[..., None], args: tup
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that errors arrive here, and not only in a log
     function(pipe, *args)
 
 
