@@ -157,7 +157,7 @@ def _joined_from_the_store(acts: Sequence[Act], events: Sequence[Event]) -> Clai
     wrong = [f"{name} had its first weights from nobody" for name, source in sources.items() if source == "nobody"]
     detail = "; ".join(wrong) or ", ".join(f"{name} from {source}" for name, source in sources.items())
     return Claim(
-        "who joins has its first weights from the store", bool(joiners) and not wrong, detail or "nobody joined"
+        "a joiner has its first weights from the store", bool(joiners) and not wrong, detail or "nobody joined"
     )
 
 
