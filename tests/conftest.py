@@ -20,6 +20,8 @@ HERE = Path(__file__).resolve().parent
 # Processes that tests start find what the tests find, whatever was collected before them.
 _given = os.environ.get("PYTHONPATH")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE / "support"), *([_given] if _given else [])])
+# Ray's workers as everything else: at its 15 a run stands still while other work has the machine.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
