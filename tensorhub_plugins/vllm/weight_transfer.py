@@ -49,13 +49,13 @@ from tensorhub_plugins.vllm.config import WorkerConfig, configure, is_further_ra
 from tensorhub_plugins.vllm.plugin import register
 from tensorhub_plugins.vllm.worker import cpu
 from tensorhub_plugins.vllm.worker.extension import extend, join
-from tensorhub_plugins.vllm.worker.updater import Updater
+from tensorhub_plugins.vllm.worker.updater import Updater, allowed
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     version: int | str = LATEST
-    timeout_s: float = 60.0
+    timeout_s: float | None = None  # of all of it; None: as long as it advances
 
 
 class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInfo]):
@@ -87,7 +87,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInf
         latest = update_info.version == LATEST
         if latest and is_further_rank(self.vllm_config):
             raise UsageError("name the version: each data parallel engine would take what is the latest for it")
-        version = updater.resolve(timeout_s) if latest else number_of(update_info.version)
+        version = updater.resolve(allowed(timeout_s, grows=False)[0]) if latest else number_of(update_info.version)
         polled = updater.poll()
         if polled["version"] == version and not polled["broken"]:
             return

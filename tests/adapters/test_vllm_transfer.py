@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,32 @@ def test_a_version_is_a_whole_number(weight_transfer: None) -> None:
         with pytest.raises(UsageError, match=re.escape(f"version is {wrong!r}: name a whole number, or 'latest'")):
             number_of(wrong)
     assert [number_of(version) for version in (7, "7")] == [7, 7]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("given", [{}, {"timeout_s": 5.0}])
+def test_an_update_takes_as_long_as_it_advances_unless_it_may_not(weight_transfer: None, given: Any) -> None:
+    from tensorhub_plugins.vllm.weight_transfer import TensorHubWeightTransferEngine, UpdateInfo
+
+    asked: list[Any] = []
+
+    class Updater:
+        def resolve(self, timeout_s: float) -> int:
+            asked.append(timeout_s)
+            return 7
+
+        def poll(self) -> dict[str, Any]:
+            return {"version": 6, "broken": None}
+
+        def update(self, version: int, timeout_s: float | None) -> dict[str, Any]:
+            asked.append(timeout_s)
+            return {"installed": True}
+
+    engine = object.__new__(TensorHubWeightTransferEngine)
+    engine.model = SimpleNamespace(tensorhub_updater=Updater())
+    engine.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+    engine.receive_weights(UpdateInfo(**given))
+    assert asked == [given.get("timeout_s", 60.0), given.get("timeout_s")]
 
 
 def client(hub: Server, name: str) -> Client:

@@ -45,7 +45,7 @@ READY_AGAIN = (*INSTALLED, m.Withdrawn(), m.StartFetch(2), m.Fetched(TWO))
 
 def test_one_update_from_end_to_end() -> None:
     state = m.UpdateState(serves_live=False)
-    assert state.handle(m.StartFetch(1, 7.0, True)) == [m.Fetch(1, 7.0, True)]
+    assert state.handle(m.StartFetch(1, 7.0, True, True)) == [m.Fetch(1, 7.0, True, True)]
     assert state.status()["state"] == "fetching" and state.status()["next_version"] == 1
     assert state.handle(m.Fetched(ONE)) == []
     assert state.status()["state"] == "ready" and state.ready_for(1) is ONE

@@ -10,10 +10,12 @@ import pytest
 
 from tensorhub_plugins.core import HubLimits
 from tensorhub_plugins.core.deadline import size_s, timeout_for
+from tensorhub_plugins.core.folders import TIMEOUT_S as FOLDER_TIMEOUT_S
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.core.work import STILL_S
 from tensorhub_plugins.vllm.config import START_TIMEOUT_S, FollowConfig, StartConfig
 from tensorhub_plugins.vllm.ray.fleet_state import START_TIMEOUT_S as FLEET_START_TIMEOUT_S
+from tensorhub_plugins.vllm.worker.updater import TIMEOUT_S as UPDATE_TIMEOUT_S
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "waits.md"
 GB = 10**9
@@ -54,12 +56,15 @@ def waits(model: Model) -> list[tuple[str, float, str, float]]:
     """Return (what, seconds it takes, option, seconds that it may take) of each."""
     published = int(model.published * GB)
     run_s, call_s = TrainingOptions.timeout_for(published), timeout_for(None, published)
+    all_s = fetch_s(model._replace(of_host=model.published), LINKS["25 Gbit/s"])
     slow, first_s = fetch_s(model, LINKS["25 Gbit/s"]), first_install_s(model)
     return [
         ("a host's first copy, 25 Gbit/s", slow, "timeout_s", run_s),
         ("the same, 100 Gbit/s", fetch_s(model, LINKS["100 Gbit/s"]), "timeout_s", run_s),
         ("the same, 400 Gbit/s", fetch_s(model, LINKS["400 Gbit/s"]), "timeout_s", run_s),
         ("the same, by `Client.fetch`", slow, "its default", call_s),
+        ("the same, by vLLM's weight transfer", slow, "its default", UPDATE_TIMEOUT_S + size_s(published)),
+        ("the same of all files of a folder", all_s, "constant (folders.py)", FOLDER_TIMEOUT_S + size_s(published)),
         ("the same, `vllm serve`, at the start", slow, "start_timeout_s", StartConfig().wait_s),
         ("the same, later", slow, "constant", FollowConfig().timeout_s),
         ("vLLM's own wait for that start", slow + first_s, "VLLM_ENGINE_READY_TIMEOUT_S", START_TIMEOUT_S),
@@ -86,8 +91,9 @@ def test_every_default_holds(model: Model) -> None:
 
 
 def test_the_control_the_defaults_of_before_did_not() -> None:
-    """120 s whatever the size, and whole checkpoints in the trial."""
+    """120 s whatever the size, 60 s of vLLM's weight transfer, and whole checkpoints in the trial."""
     large = MODELS[2]
+    assert fetch_s(MODELS[1], LINKS["25 Gbit/s"]) > UPDATE_TIMEOUT_S
     assert fetch_s(large, LINKS["25 Gbit/s"]) > 120 and 3 * large.published / FRESH > 120
 
 

@@ -55,12 +55,11 @@ from tensorhub_plugins.vllm.plugin import around
 from tensorhub_plugins.vllm.worker import adapters, addresses, cpu, draft, fingerprint, need, online, progress, weights
 from tensorhub_plugins.vllm.worker.external_change import external_change
 from tensorhub_plugins.vllm.worker.methods import CHANGE_WEIGHTS, may_change_weights
-from tensorhub_plugins.vllm.worker.updater import Updater
+from tensorhub_plugins.vllm.worker.updater import TIMEOUT_S, Updater, allowed
 from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather, first_name
 
 logger = get_logger(__name__)
 
-TIMEOUT_S = 60.0
 BEGIN = "tensorhub_begin"  # in a model: what gets its first version, once the worker has all of its models
 
 
@@ -125,12 +124,13 @@ class TensorHubWorkerExtension:
     # target: an adapter of this engine; "": its weights
 
     def tensorhub_start_fetch(
-        self, version: int, timeout_s: float = TIMEOUT_S, grows: bool = False, target: str = ""
+        self, version: int, timeout_s: float | None = None, grows: bool = False, target: str = ""
     ) -> None:
         """Start fetching this version, in a thread. UsageError during another fetch, or if it is installed. grows: it
-        may take longer than timeout_s while it advances."""
+        may take longer than timeout_s while it advances, as it may without a timeout_s."""
         if not target and len(all_attached(self)) > 1:
             raise UsageError("this engine takes adapters from the store: its weights stay what it was started with")
+        timeout_s, grows = allowed(timeout_s, grows=grows)
         _updater(self, target).start_fetch(version, timeout_s, grows)
 
     def tensorhub_poll(self, target: str = "") -> dict[str, Any]:

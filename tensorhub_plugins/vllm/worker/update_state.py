@@ -92,6 +92,7 @@ class StartFetch:
     version: int
     deadline: float = 0.0  # passed on
     in_place: bool = False  # passed on
+    grows: bool = False  # passed on
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,7 @@ class Fetch:
     version: int
     deadline: float
     in_place: bool
+    grows: bool = False
 
 
 @dataclass(frozen=True)
@@ -419,7 +421,7 @@ class UpdateState:
             return []  # an install of it could not start
         dropped: list[Effect] = [Drop(self.phase.staged)] if isinstance(self.phase, Ready) else []
         self.phase, self.report = Fetching(version), None
-        return [*dropped, Fetch(version, event.deadline, event.in_place)]
+        return [*dropped, Fetch(version, event.deadline, event.in_place, event.grows)]
 
     def _serve_again(self) -> list[Effect]:
         return [] if self.to_serve_again() is None else [ServeAgain()]

@@ -45,9 +45,15 @@ from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, Steps, an
 
 logger = get_logger(__name__)
 
+TIMEOUT_S = 60.0  # where none is given, for what does not depend on the size
 PLAN_AHEAD_S = 10.0  # for vLLM's thread to call `poll`; after that the first version is read whole
 MAKE_ROOM_S = 1.0  # for readers that were just directed to the last version
 HAND_OVER_TIMEOUT_S = 5.0  # a node with a spot notice has half a minute; followers take the newest version anyway
+
+
+def allowed(timeout_s: float | None, *, grows: bool) -> tuple[float, bool]:
+    """Return the seconds of an update, and whether it may take longer as long as it advances; None: it may."""
+    return (TIMEOUT_S, True) if timeout_s is None else (timeout_s, grows)
 
 
 class Updater:
@@ -122,13 +128,13 @@ class Updater:
         """
         if in_place is None:
             in_place = self.config.install == "direct" or self._state.broken is not None
-        self._handle(update_state.StartFetch(version, Deadline.after(timeout_s), in_place))
-        self._grows = grows
+        self._handle(update_state.StartFetch(version, Deadline.after(timeout_s), in_place, grows))
 
     def update(
-        self, version: int, timeout_s: float, *, in_place: bool | None = None, grows: bool = False
+        self, version: int, timeout_s: float | None, *, in_place: bool | None = None, grows: bool = False
     ) -> dict[str, Any]:
         """Fetch and install at once, while the engine is paused. Never raises; returns what `install` does."""
+        timeout_s, grows = allowed(timeout_s, grows=grows)
         deadline = Deadline.after(timeout_s)
         try:
             self.start_fetch(version, timeout_s, grows, in_place=in_place)
@@ -181,14 +187,7 @@ class Updater:
         are still being copied for peers; VersionRefused for a checkpoint that does not fill this model; UsageError for
         a model whose weights have been moved.
         """
-        self.addresses.check()
-        deadline = Deadline.after(timeout_s)
-        self._wait_until_served(deadline, timeout_s)
-        with self._lock:
-            staged = self._state.staged
-        if staged is not None:
-            self._rehearse(staged)
-        self._withdraw_live(deadline)
+        self._prepare(None, Deadline.after(timeout_s), timeout_s)
 
     def install(self, version: int, timeout_s: float) -> dict[str, Any]:
         """Replace the weights while the engine is paused, in all its workers or in none.
@@ -243,10 +242,8 @@ class Updater:
         self._handle(update_state.Broken(reason))
 
     def mark_unversioned(self, *, mended: bool = False) -> None:
-        """Mark the weights as replaced, whole, from elsewhere: they are no version of the store any more.
-
-        mended: they were mixed before, and are not any more.
-        """
+        """Mark the weights as replaced, whole, from elsewhere: they are no version of the store any more. mended: they
+        were mixed before, and are not any more."""
         self._handle(update_state.Unversioned(mended))
 
     def mark_unchanged(self) -> None:
@@ -279,7 +276,7 @@ class Updater:
     # --- fetching, in the background thread ---
 
     def _fetch(self, fetch: update_state.Fetch) -> None:
-        version, staged = fetch.version, None
+        version, staged, self._grows = fetch.version, None, fetch.grows
         try:
             staged = self._acquire(version, Deadline(fetch.deadline), fetch.in_place)
             # Here, not in the install: it may take as long as the slowest reader, and the engine generates meanwhile.
@@ -356,8 +353,8 @@ class Updater:
 
     def _get_first(self, version: int, deadline: Deadline) -> Staged:
         """Do the same for the first checkpoint: fetch its tables alone, then what a rehearsal over shapes names."""
-        began, timeout_s, serve = time.monotonic(), deadline.remaining(), self._relays
-        found = self._client.fetch(version, self._layouts, timeout_s=timeout_s, serve=serve, wanted=(), borrow=True)
+        began = time.monotonic()
+        found = self._got(version, self._layouts, deadline, serve=self._relays, wanted=())
         if found.wanted is None:
             return self._came(found, began)
         found.release()
@@ -394,8 +391,12 @@ class Updater:
 
     def _get(self, version: int, layouts: tuple[str, ...], deadline: Deadline, **how: Any) -> Staged:
         """Fetch a version. how: serve, into, repair and wanted, see Client.fetch."""
-        began, how["timeout_s"] = time.monotonic(), deadline.remaining()
-        return self._came(self._client.fetch(version, layouts, borrow=True, grows=self._grows, **how), began)
+        began = time.monotonic()
+        return self._came(self._got(version, layouts, deadline, **how), began)
+
+    def _got(self, version: int, layouts: tuple[str, ...], deadline: Deadline, **how: Any) -> Fetched:
+        how |= {"timeout_s": deadline.remaining(), "grows": self._grows, "borrow": True}
+        return self._client.fetch(version, layouts, **how)
 
     def _came(self, fetched: Fetched, began: float) -> Staged:
         self._handle(update_state.BytesRead(fetched.report))
@@ -420,13 +421,15 @@ class Updater:
 
     # --- installing, in vLLM's own thread ---
 
-    def _prepare(self, version: int, deadline: Deadline, timeout_s: float) -> None:
-        """Have no peer read what will change; raise, with nothing changed, if this version cannot be installed."""
+    def _prepare(self, version: int | None, deadline: Deadline, timeout_s: float) -> None:
+        """Have no peer read what will change; raise, with nothing changed, if this version cannot be installed (None:
+        the one that is staged)."""
         self.addresses.check()
         self._wait_until_served(deadline, timeout_s)
         with self._lock:
-            staged = self._state.ready_for(version)
-        self._rehearse(staged)
+            staged = self._state.staged if version is None else self._state.ready_for(version)
+        if staged is not None:
+            self._rehearse(staged)
         self._withdraw_live(deadline)
 
     @property
@@ -452,11 +455,9 @@ class Updater:
         assert staged is not None
         if staged.fetched is None:
             staged = self._read_in_place(version, deadline)
-            if staged.fetched is None:
-                weights.refresh_derived(self.model, is_raw=True)
-                return None
-        if staged.fetched.layout == self.position.layout:
-            weights.copy_tensors(weights.tensors(self.model), staged.fetched.tensors())
+        if staged.fetched is None or staged.fetched.layout == self.position.layout:
+            if staged.fetched is not None:
+                weights.copy_tensors(weights.tensors(self.model), staged.fetched.tensors())
             weights.refresh_derived(self.model, is_raw=True)
             return None
         try:
