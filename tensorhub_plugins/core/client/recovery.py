@@ -154,16 +154,20 @@ class Recovery:
         return note
 
     def _fitting(self, note: Note, deadline: Deadline) -> list[int]:
-        """Return the versions to take: those of the checkpoint's weights, or the newest one, unless it is older."""
+        """Return the versions to take: those of the checkpoint's weights; or all newer ones, or else the newest one if
+        it has the checkpoint's weights."""
         client = self._publisher.client
         held = [
             each.version
             for each in client.versions(timeout_s=deadline.remaining())
             if each.visible and each.layouts.get(CHECKPOINT)
         ]
-        newest = sorted(held, reverse=True)[: 1 if self._takes_newest else LOOKED_AT_MAX]
-        if self._takes_newest and newest and newest[0] > note.published:
-            return newest
+        newest = sorted(held, reverse=True)[:LOOKED_AT_MAX]
+        if self._takes_newest:  # of several, as one may have come between two ranks' looks
+            newer = [version for version in newest if version > note.published]
+            if newer:
+                return newer
+            newest = newest[:1]
         fitting = []
         for version in newest:
             gone = contextlib.suppress(NotPublished, VersionGone)  # just now

@@ -168,6 +168,22 @@ def test_the_newest_are_taken_where_that_is_asked_for_and_it_is_said_what_is_mix
         assert "OLDER" not in caplog.text
 
 
+def test_ranks_agree_on_the_newest_while_another_trainer_publishes(
+    address: str, killed: Path, keeper: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them has looked before the last version was there."""
+    with life(address, run="r") as other:
+        other.of(6).publish(6)
+        keeper.fetch(6, serve=True)
+    with life(address, "latest") as second:
+        client = second.publishers[1].client
+        earlier = [each for each in client.versions() if each.version <= 5]
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "versions", lambda **_: earlier)
+            assert second.resume(killed) and second.has(5) and second.is_mixed
+        assert second.of(None).resume(killed) and second.has(6)  # the control
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_newest_may_be_of_another_number_of_ranks(address: str, killed: Path, keeper: Client, ranks: int) -> None:
     """As after a run has gone on with fewer or more of them, without a checkpoint of its own."""
