@@ -44,7 +44,9 @@ NUMBERS = {
     **{f"{part}.{name}": 1 for part in ("train", "rollout") for name in ("batch_size", "micro_batch_size")},
     "ds.lora.rank": 0,
     **{f"{part}.{name}": 0 for part in ("ref", "reward", "critic") for name in ("num_nodes", "num_gpus_per_node")},
+    **dict.fromkeys(("train.max_epochs", "train.num_episodes", "data.max_len", "eval.n_samples_per_prompt"), 1),
 }
+STEPS = ("logger.logging_steps", "ckpt.save_steps", "eval.steps")  # OpenRLHF does something once in so many
 
 
 class Options(TrainingOptions, frozen=True, kw_only=True):
@@ -186,15 +188,34 @@ def wrong_numbers(args: Any) -> Iterator[str]:
 
 
 def wrong_batches(args: Any) -> Iterator[str]:
-    """Return batches that DeepSpeed finds wrong once it has a model: they are no multiple of what all ranks take."""
+    """Return ranks that are no multiple of those that share a sequence, and batches that DeepSpeed finds wrong once it
+    has a model: they are no multiple of what all ranks take."""
     train, is_critic = args.train, bool(args.critic.model_name_or_path)
     for name, group in (("actor", args.actor), *([("critic", args.critic)] if is_critic else [])):
         ranks = group.num_nodes * group.num_gpus_per_node
-        if ranks and train.batch_size * args.ds.ring_attn_size % (train.micro_batch_size * ranks):
+        if ranks % args.ds.ring_attn_size or ranks < args.ds.ring_attn_size:
+            yield f"--ds.ring_attn_size is {args.ds.ring_attn_size}, and the {name} has {ranks} ranks: set a divisor"
+        elif ranks and train.batch_size * args.ds.ring_attn_size % (train.micro_batch_size * ranks):
             yield (
                 f"--train.batch_size is {train.batch_size}, and the {ranks} ranks of the {name} take "
                 f"--train.micro_batch_size {train.micro_batch_size} each: DeepSpeed wants a multiple of what they take"
             )
+
+
+def wrong_sampling(args: Any) -> Iterator[str]:
+    """Return what engines refuse once they are asked for samples, and steps of which none is ever reached."""
+    rollout = args.rollout
+    if rollout.temperature <= 0:
+        yield f"--rollout.temperature is {rollout.temperature}, by which OpenRLHF divides logits: set it above 0"
+    if args.eval.dataset and args.eval.temperature < 0:
+        yield f"--eval.temperature is {args.eval.temperature}: vLLM takes 0 or more"
+    if not 0 < rollout.top_p <= 1:
+        yield f"--rollout.top_p is {rollout.top_p}: vLLM takes a share above 0, up to 1"
+    if rollout.max_new_tokens is not None and rollout.max_new_tokens < 1:
+        yield f"--rollout.max_new_tokens is {rollout.max_new_tokens}: vLLM takes 1 or more"
+    for name in STEPS:
+        if attrgetter(name)(args) == 0:
+            yield f"--{name} is 0, by which OpenRLHF divides: set 1 or more, or -1"
 
 
 def refusals(args: Any) -> Iterator[str]:
@@ -203,6 +224,7 @@ def refusals(args: Any) -> Iterator[str]:
     yield from wrong
     if not (wrong or args.train.dynamic_batch_enable):
         yield from wrong_batches(args)
+    yield from wrong_sampling(args)
     if args.ds.zero_stage not in range(4):
         yield f"--ds.zero_stage is {args.ds.zero_stage}: DeepSpeed has 0 to 3"
     if not 0 < args.vllm.gpu_memory_utilization <= 1:

@@ -91,6 +91,7 @@ def look(outlook: Outlook, arguments: Sequence[str]) -> None:
         lambda: command_line.check_paths(paths, is_submitted=words.is_submitted, unseen=outlook.unseen),
     )
     outlook.ask(_check_agent, args.train.agent_func_path)
+    outlook.ask(_check_schedulers, args)
     if any(config.wrong_numbers(args)):
         outlook.unseen.append("GPUs and memory, which follow from these numbers")
         return
@@ -131,6 +132,17 @@ def _check_agent(path: str | None) -> None:
         raise UsageError(f"--train.agent_func_path {path}: OpenRLHF takes a Python file")
     if Path(path).is_file() and AGENT.encode() not in Path(path).read_bytes():
         raise UsageError(f"--train.agent_func_path {path}: OpenRLHF wants a class {AGENT} there")
+
+
+def _check_schedulers(args: Any) -> None:
+    """Check names that transformers looks up once the models are there."""
+    from transformers.trainer_utils import SchedulerType
+
+    known = [each.value for each in SchedulerType]
+    for part in ("actor", *(["critic"] if args.critic.model_name_or_path else [])):
+        name = getattr(args, part).lr_scheduler
+        if name not in known:
+            raise UsageError(f"--{part}.lr_scheduler is {name!r}: transformers has {', '.join(known)}")
 
 
 def _check_hook() -> None:
@@ -237,6 +249,8 @@ def gpus(args: Any) -> dict[str, int]:
     reserved: dict[str, int] = {}
 
     def group(nodes: int, gpus_per_node: int, what: str, pg: Any = None, **rest: Any) -> None:
+        if not nodes * gpus_per_node:
+            raise UsageError(f"{what} has no GPUs: set its num_nodes and num_gpus_per_node to 1 or more")
         reserved[what] = 0 if pg else nodes * gpus_per_node
 
     def engines(number: int, size: int, *rest: Any, **more: Any) -> None:

@@ -89,6 +89,11 @@ def test_another_program_is_refused() -> None:
         ([*FLAG, "--rollout.micro_batch_size", "0"], "--rollout.micro_batch_size is 0"),
         ([*FLAG, "--train.batch_size", "0"], "--train.batch_size is 0"),
         ([*FLAG, "--actor.model_name_or_path", ""], "--actor.model_name_or_path is empty"),
+        (
+            [*FLAG, "--ref.num_gpus_per_node", "0"],
+            "the reference model has no GPUs: set its num_nodes and num_gpus_per",
+        ),
+        ([*FLAG, "--actor.lr_scheduler", "linearr"], "--actor.lr_scheduler is 'linearr': transformers has linear, cos"),
         ([*FLAG, "--bogus", "3"], "OpenRLHF does not take this command line: unrecognized arguments: --bogus 3"),
         ([*FLAG, "--train.partial_rollout_enable"], "requires --train.async_enable"),
         ([*FLAG, "--algo.advantage.estimator", "rloo"], "rloo requires n_samples_per_prompt > 1"),

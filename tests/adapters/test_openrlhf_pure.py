@@ -113,6 +113,8 @@ def arguments(**changes: object) -> SimpleNamespace:
         "ds.param_dtype": "bf16",
         "ds.tensor_parallel_size": 1,
         "data.max_images_per_prompt": 0,
+        **{"rollout.temperature": 1.0, "rollout.top_p": 1.0, "rollout.max_new_tokens": None},
+        **{"eval.dataset": None, "eval.temperature": 0.6, **dict.fromkeys(config.STEPS, -1)},
         **changes,
     }
     root = SimpleNamespace()
@@ -148,6 +150,15 @@ RANKS_OF_4 = {"actor.num_gpus_per_node": 4, "train.micro_batch_size": 8}
         ),
         ({"train.batch_size": 32, "ds.zero_stage": 4}, "--ds.zero_stage is 4: DeepSpeed has 0 to 3"),
         ({"train.batch_size": 32, "vllm.gpu_memory_utilization": 80}, "utilization is 80: vLLM takes a share"),
+        ({"train.batch_size": 32, "ds.ring_attn_size": 3}, "ring_attn_size is 3, and the actor has 4 ranks: set a div"),
+        ({"train.batch_size": 32, "ds.ring_attn_size": 8}, "ring_attn_size is 8, and the actor has 4 ranks: set a div"),
+        ({"train.batch_size": 32, "rollout.temperature": 0}, "temperature is 0, by which OpenRLHF divides logits"),
+        ({"train.batch_size": 32, "rollout.top_p": 2.0}, "top_p is 2.0: vLLM takes a share above 0, up to 1"),
+        ({"train.batch_size": 32, "rollout.max_new_tokens": -5}, "max_new_tokens is -5: vLLM takes 1 or more"),
+        ({"train.batch_size": 32, "eval.dataset": "d", "eval.temperature": -3}, "temperature is -3: vLLM takes 0 or"),
+        ({"train.batch_size": 32, "ckpt.save_steps": 0}, "--ckpt.save_steps is 0, by which OpenRLHF divides"),
+        ({"train.batch_size": 32, "eval.steps": 0}, "--eval.steps is 0, by which OpenRLHF divides"),
+        ({"train.batch_size": 32, "data.max_len": 0}, "--data.max_len is 0: give a whole number, 1 or more"),
     ],
 )
 def test_numbers_that_are_found_wrong_once_models_are_there_are_refused(
@@ -162,6 +173,7 @@ def test_numbers_that_are_found_wrong_once_models_are_there_are_refused(
     [
         {"train.batch_size": 64},
         {"train.batch_size": 8, "ds.ring_attn_size": 4},
+        {"train.batch_size": 32, "eval.temperature": -3, "rollout.max_new_tokens": 1, "ckpt.save_steps": 1},
         {"train.batch_size": 127, "train.dynamic_batch_enable": True},
         {"train.batch_size": 32, "critic.num_gpus_per_node": 8},  # without a model there is no critic
     ],

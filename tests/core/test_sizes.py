@@ -22,7 +22,7 @@ CEILINGS = {
     "core/security": 720,
     "core/transfer": 1_974,
     "core/transports": 7_272,
-    "openrlhf": 2_521,
+    "openrlhf": 2_580,
     "verl": 4_045,
     "vllm": 9_093,
     "vllm/doctor": 860,
