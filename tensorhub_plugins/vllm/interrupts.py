@@ -8,6 +8,7 @@ workers that wait on. A SystemExit is swallowed by no code, and all that it pass
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import signal
 import threading
@@ -53,6 +54,8 @@ def ends_at_signals(*, interactive: bool = False) -> Iterator[None]:
             raise
         if not is_core:
             logger.warning("%s: the engine ends before it has started", arrived[0].name)
+        else:
+            gc.freeze()  # vLLM kills a core that looks for garbage for seconds, and then shared memory stays
         if interactive and not is_core and arrived[0] == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise SystemExit(128 + arrived[0]) from None

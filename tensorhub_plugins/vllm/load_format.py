@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -142,8 +143,10 @@ class TensorHubModelLoader(BaseModelLoader):
                 on_disk = True
             if on_disk:
                 _serve_what_was_on_disk(start, joining, updater)
-        except BaseException:  # also a signal: no thread of its keeps the process, and the hub knows at once
+        except BaseException as error:  # also a signal: no thread of its keeps the process, and the hub knows at once
             leave(model)
+            if isinstance(error, SystemExit):
+                gc.freeze()  # as in interrupts.py: vLLM kills a worker after 5 s
             raise
         # vLLM captures graphs from now on, to measure their memory and then for good: until the end of its warm-up
         # (extension.py) nothing is served from the device.

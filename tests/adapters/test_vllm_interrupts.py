@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import multiprocessing
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +54,17 @@ def test_a_signal_ends_it_and_the_handlers_are_as_before(number: int, interactiv
 def test_the_control_a_keyboard_interrupt_is_swallowed() -> None:
     with swallows():
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("is_core", [True, False])
+def test_a_core_that_ends_does_not_look_for_garbage(is_core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM killed those that did so for more than 5 s, and their files stayed in /dev/shm."""
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if is_core else None)
+    with pytest.raises(SystemExit), ends_at_signals():
+        signal.raise_signal(signal.SIGTERM)
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    assert is_frozen == is_core
 
 
 def test_what_fails_by_itself_is_raised_as_it_is() -> None:

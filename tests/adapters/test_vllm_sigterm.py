@@ -4,6 +4,7 @@ for its first version ends at once, with all its processes."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,6 +118,8 @@ def test_an_engine_that_waits_for_its_first_version_ends_at_a_signal(
         until(lambda: not living(process.pid), "no process is left")
         assert here() == []
         said = log.read_text()
+        stores = tuple(set(re.findall(r"vllm_dist_\w+", said)))
+        assert not [file for file in os.listdir("/dev/shm") if file.startswith(stores)], "a worker was killed"
         assert said.count(f"{number.name}: the engine ends before it has started") == 1 and "Traceback" not in said
 
     if how == "serve":
