@@ -144,7 +144,7 @@ def _main(arguments: list[str]) -> int:
     for name, words in (
         ("pin", "all followers go to this version and stay there; newer ones wait"),
         ("unpin", "all followers go on to the newest version"),
-        ("withdraw", "this version is bad: nobody gets it any more, and who runs it returns to another"),
+        ("withdraw", "this version is bad: it is given to nobody any more, and engines that run it return to another"),
     ):
         directive = commands.add_parser(name, help=words)
         if name != "unpin":

@@ -41,7 +41,7 @@ LISTED = f"{OURS}/files-"  # and the id of the run: lists the files of all ranks
 BROUGHT = f"{OURS}/brought"  # this host did not write it
 NOTHING = f"{OURS}/nothing-"  # and the rank, which has written no file
 INDEX = "model.safetensors.index.json"
-TIMEOUT_S = 600.0  # for one publish, and for a version to come and be read
+TIMEOUT_S = 600.0  # for one publish, and for a version to come: it is read as long as it advances
 AGAIN_S = 1.0  # after so long a host that waits for a version looks whether another attempt has begun
 DELTAS_MAX = 8_000  # that a trainer offers, of which the hub takes HOLDINGS_MAX; args.tensorhub_deltas_max overrides it
 KEPT = 2  # whole versions on a reading host's disk, and all versions that it offers to others: the newest ones
@@ -131,7 +131,7 @@ def _bring(folder: Path, number: int) -> tuple[int, str]:
     if len(lists) != 1:
         raise VersionRefused("it is no folder: something else was published", version=version)
     if not _is_here(folder, lists[0]):
-        fetched = client.fetch(version, (CHECKPOINT,), serve=True, timeout_s=deadline.remaining())
+        fetched = client.fetch(version, (CHECKPOINT,), serve=True, timeout_s=deadline.remaining(), grows=True)
         try:
             _write(fetched, folder, lists[0])
         finally:

@@ -550,7 +550,7 @@ class HubLink:
             self._wake_read = self._wake_write = -1
 
 
-TWO_HUBS = "each knows only who has reached it, and versions are not found; end one, or give each an address"
+TWO_HUBS = "each knows only its own workers, and versions are not found; end one, or give each an address"
 PHASES = {
     messages.Acquire: "find sources",
     messages.Target: "wait",

@@ -62,8 +62,8 @@ def fsdp1_problem(module: torch.nn.Module, ranks: int) -> str:
         count = 1 if group is None else group.size()
         if handle.world_size * count != ranks:
             return (
-                f"FSDP1 shards over {handle.world_size} ranks, {count} times, and there are {ranks}: who has the same "
-                "parameters is not known"
+                f"FSDP1 shards over {handle.world_size} ranks, {count} times, and there are {ranks}: which ranks "
+                "have the same parameters is not known"
             )
     return ""
 

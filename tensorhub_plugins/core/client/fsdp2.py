@@ -38,7 +38,7 @@ def fsdp2_problem(tensors: Mapping[str, torch.Tensor], ranks: int) -> str:
             return f"tensor {name!r} is placed {tensor.placements}, so that its ranks hold no boxes of it"
         if tensor.device_mesh.size() != ranks:
             return (
-                f"tensor {name!r} is on {tensor.device_mesh.size()} of {ranks} ranks, and who has it else is not known"
+                f"tensor {name!r} is on {tensor.device_mesh.size()} of {ranks} ranks, and other holders are not known"
             )
     return ""
 

@@ -37,7 +37,7 @@ class Beginning:
             text = f"another process has said Hello as {worker.name} since: it is the trainer now"
             return m.Refused(begin.request_id, "Superseded", text)
         if self._registry.recovering(now):
-            return self._not_in_time(pending, now, "the hub has just been started and does not know yet who lives")
+            return self._not_in_time(pending, now, "the hub has just been started and does not know yet its workers")
         members = _members(history, pending, now)
         if pending.id in history.begun_by or _may_join(history, pending):
             worker.mark = history.directive.mark

@@ -56,7 +56,7 @@ class _Tally:
                 self.followers += 1
                 self.behind += lag.steps > 0
                 self.lag_max, self.behind_s_max = max(self.lag_max, lag.steps), max(self.behind_s_max, lag.behind_s)
-                if lag.steps:
+                if lag.steps and worker.installed != history.directive.pin:
                     self.install_age_s_max = max(self.install_age_s_max, now - worker.installed_at)
 
 
@@ -93,7 +93,7 @@ OF_MODELS: tuple[tuple[str, str, Callable[[_Tally], float]], ...] = (
     ("follower_lag_steps_max", "steps by which the last follower is behind the newest version", lambda m: m.lag_max),
     (
         "follower_install_age_seconds_max",
-        "longest time since a follower that is behind has installed anything",
+        "longest time since a follower that is behind has installed anything; those that run the pinned version apart",
         lambda m: m.install_age_s_max,
     ),
     (

@@ -94,7 +94,7 @@ class Publishing:
             )
         return (
             f"version {version_text(number)} cannot be published: attempt {newest.number} of {history.name} has begun "
-            f"at step {newest.step}. Who starts again calls Client.begin; who was replaced, ends"
+            f"at step {newest.step}. A trainer that starts again calls Client.begin; one that was replaced ends"
         )
 
     def cannot_be_new(self, worker: Worker, announced: m.Holding) -> str | None:

@@ -265,7 +265,7 @@ class Server(OfThisProcess):
         if free <= FILES_FREE_MIN and not self._is_full:
             log.warning(
                 "no more connections can be accepted: %d files are open, the most that this process may have. Workers "
-                "that come now hear nothing. Raise the limit (ulimit -Hn), or see who is connected",
+                "that come now hear nothing. Raise the limit (ulimit -Hn), or see what is connected",
                 self._files_max - free,
             )
         self._is_full = free <= (FILES_KEPT if self._is_full else FILES_FREE_MIN)

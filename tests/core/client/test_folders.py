@@ -111,6 +111,22 @@ def test_a_folder_arrives_without_a_shared_disk_and_goes_on_from_there(host: Cal
     assert not same(far, trainer, 1)  # the control
 
 
+def test_a_folder_is_read_as_long_as_it_advances(host: Callable[[str], Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    """671B over 10 Gbit/s takes 20 minutes; ten are for it to appear."""
+    grows: dict[bool, bool] = {}  # by whether only the tables are read
+    fetch = Client.fetch
+
+    def noted(client: Client, *named: Any, **how: Any) -> Any:
+        grows[how.get("wanted") == ()] = how.get("grows", False)
+        return fetch(client, *named, **how)
+
+    monkeypatch.setattr(Client, "fetch", noted)
+    trainer, reader = host("trainer"), host("reader")
+    trainer.publish(trainer.write(1, {"a.safetensors": b"1"}))
+    reader.fetch(1)
+    assert grows == {True: False, False: True}
+
+
 def test_a_late_host_gets_what_a_delta_builds_on_and_an_early_one_only_the_delta(host: Callable[[str], Host]) -> None:
     trainer, early, late = host("trainer"), host("early"), host("late")
     for number in (1, 2, 3):

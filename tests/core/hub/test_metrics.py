@@ -78,6 +78,21 @@ def test_replicas_that_are_stuck_show_in_the_lag(run: Scenario) -> None:
     assert figures(run)["followers_behind"] == before["followers_behind"] == 0
 
 
+def test_replicas_that_a_pin_holds_are_not_stuck(run: Scenario) -> None:
+    """They are behind, and that is what the pin is for. The control: one that does not run the pinned version is."""
+    run.join("operator/0")
+    run.say("operator/0", m.Pin, version=9, timeout_s=5.0)
+    for version in (10, 11):
+        run.wait(10.0)
+        run.publish("trainer/0", version)
+    found = figures(run)
+    assert (found["pinned"], found["followers_behind"], found["follower_install_age_seconds_max"]) == (1, 2, 0)
+    run.join("c/0")
+    follows(run, "c/0", 0)
+    run.wait(10.0)
+    assert figures(run)["follower_install_age_seconds_max"] > 0
+
+
 def test_a_loop_that_only_waits_shows_in_the_lag_too(run: Scenario) -> None:
     """As in README: it waits for a version newer than its own, reads it, and works with it."""
     run.join("loop/0")
