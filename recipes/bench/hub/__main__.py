@@ -347,7 +347,7 @@ class _Trainer:
             self.beaten_at = time.monotonic()
             for shard in range(self.shards):
                 self.wire.hear(shard)
-                self.wire.say(shard, heartbeat_of(self.hub, checksum_of(shard, self.shards)))
+                self.wire.say(shard, heartbeat_of(self.hub, 0, checksum=checksum_of(shard, self.shards)))
 
 
 def _play(

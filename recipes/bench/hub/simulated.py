@@ -124,7 +124,7 @@ class _Simulation:
     def _beat(self, due: float, index: int) -> None:
         heapq.heapreplace(self.beats, (due + self.beat_s[index], index))
         is_reader = index < self.count
-        beat = self.readers.heartbeat(index) if is_reader else heartbeat_of(self.readers.hub, None)
+        beat = self.readers.heartbeat(index) if is_reader else heartbeat_of(self.readers.hub, 0)
         if beat is not None:
             self.send(index, beat)
 

@@ -24,9 +24,10 @@ def holding(shard: int, shards: int, complete: bool, origin: m.Origin) -> m.Hold
     return m.Holding(ShardKey(VERSION, LAYOUT, shard, shards), root, SIZE_BYTES, complete, origin)
 
 
-def heartbeat_of(hub: bytes, checksum: int | None, pending: tuple[int, ...] = ()) -> m.Heartbeat:
-    """Return the heartbeat of a worker that reads nothing. checksum: of what it holds; None: this is changing."""
-    return m.Heartbeat(hub, 0 if checksum is not None else 1, pending, {}, checksum or 0)
+def heartbeat_of(hub: bytes, asked: int, pending: tuple[int, ...] = (), checksum: int = 0) -> m.Heartbeat:
+    """Return the heartbeat of a worker that reads nothing. asked: its requests so far. checksum: of what it holds; 0:
+    that is changing."""
+    return m.Heartbeat(hub, asked, pending, {}, checksum)
 
 
 def checksum_of(shard: int, shards: int) -> int:
@@ -68,7 +69,7 @@ class Readers:
                 return m.Publish(4, holding(shard, self.shards, True, "replicated"))
             case m.Done(4):
                 self.step[index] = "done"
-                return m.Release(2, 0)
+                return m.Release(2, shard)
             case m.Alive():
                 self.beat_s[index] = message.heartbeat_s or self.beat_s[index]
                 return None
@@ -84,5 +85,7 @@ class Readers:
         step = self.step[index]
         if step in ("arriving", "complete"):
             return None
-        held = self._sums[self.span[index] % self.shards] if step == "done" else m.holdings_checksum([])
-        return m.Heartbeat(self.hub, 0, {"visible": (1,), "granted": (2,)}.get(step, ()), {}, held)
+        if step == "done":
+            return heartbeat_of(self.hub, 4, checksum=self._sums[self.span[index] % self.shards])
+        asked = {"visible": 1, "granted": 2}.get(step, 0)
+        return heartbeat_of(self.hub, asked, (asked,) * bool(asked), m.holdings_checksum([]))

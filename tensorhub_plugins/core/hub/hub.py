@@ -316,8 +316,8 @@ class Hub:
 
     def _request(self, worker: Worker, message: m.Request, now: float) -> None:
         request_id = message.request_id
-        if request_id <= worker.hello.request_id and request_id not in worker.hello.pending:
-            return  # from before its last Hello, and answered
+        if request_id <= worker.settled and request_id not in worker.asked:
+            return  # it has the answer
         worker.last_request_id = max(worker.last_request_id, request_id)
         if self._outbox.answer_again(worker, request_id):  # the first answer was lost
             return
@@ -455,6 +455,7 @@ class Hub:
         refused, and why."""
         self.registry.expect(hello, now)
         worker.last_request_id, worker.beat_s = hello.request_id, self.registry.heartbeat_s
+        worker.settled, worker.asked = hello.request_id, hello.pending
         still_asked, problems = set(hello.pending), list[tuple[ShardKey, str]]()
         for announced in hello.holdings:
             if worker.withdrawn.get(announced.key) in still_asked:
@@ -544,6 +545,7 @@ class Hub:
         )
         if worker.leases or worker.pending:
             self._reading.end_what_is_not_in(worker, heartbeat)
+        self._outbox.settle(worker, heartbeat)
         if heartbeat.progress:
             self.registry.renew(worker, heartbeat.progress, now)
         self._reading.extend_claims(worker, heartbeat.worked, now)

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from tensorhub_plugins.core.hub.state import Worker
+from tensorhub_plugins.core.hub.state import Worker, drop
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.fields import TEXT_LENGTH_MAX
 
@@ -71,6 +71,28 @@ class Outbox:
             worker.replies_size_bytes > REPLIES_KEPT_BYTES_MAX and len(replies) > 1
         ):
             worker.replies_size_bytes -= _size_bytes(replies.pop(next(iter(replies))))
+
+    def settle(self, worker: Worker, heartbeat: m.Heartbeat) -> None:
+        """Forget what was kept in case a request is sent again, or comes late: its sender has the answer. Every version
+        would leave some hundred bytes with each worker."""
+        last = heartbeat.last_request_id
+        if last < worker.settled:
+            return  # delayed on the way
+        asked, before = set(heartbeat.pending), set(worker.asked)
+        if asked != before or last != worker.settled:
+            worker.asked = tuple(each for each in asked if each > worker.settled or each in before)
+            worker.settled = last
+        if not (worker.replies or worker.lease_bounds or worker.withdrawn):
+            return
+        for request_id in [each for each in worker.replies if each <= last and each not in asked]:
+            worker.replies_size_bytes -= _size_bytes(worker.replies[request_id])
+            drop(worker.replies, request_id)
+        reads = asked | heartbeat.leases.keys() | worker.leases.keys()
+        for request_id in [each for each in worker.lease_bounds if each <= last and each not in reads]:
+            drop(worker.lease_bounds, request_id)
+        first = min(asked, default=last + 1)
+        for key in [key for key, unpublish in worker.withdrawn.items() if unpublish < first]:
+            drop(worker.withdrawn, key)
 
     def answer_again(self, worker: Worker, request_id: int) -> bool:
         """Return whether this request was answered before, and send the same reply once more if so."""

@@ -217,6 +217,8 @@ class Worker(_Referred):
     has_proved_name: bool = False  # it showed a hub's proof of its name, or has one from this hub
     is_replaced: bool = False  # another process has sent Hello as this shard of this replica since
     last_request_id: int = 0  # the highest that is known
+    settled: int = 0  # it has the answers to its requests up to this one,
+    asked: tuple[int, ...] = ()  # but for these
     seen_version: int = 0
     refusal: tuple[int, str] = (0, "")  # the newest version that it cannot install, and why; 0: none
     failure: str = ""  # of its last try to install one, as a follower; "": it went well

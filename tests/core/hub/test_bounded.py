@@ -226,6 +226,46 @@ def test_remembered_answers_have_a_budget() -> None:
     assert len(worker.replies) == outbox.REPLIES_KEPT_MAX
 
 
+def kept_of_versions(count: int, *, beats: bool) -> int:
+    """Return how many answers, bounds and withdrawn shards are kept of a worker that has read so many versions."""
+    story = Scenario()
+    story.join_all("trainer/0", "rollout/0")
+    for version in range(1, count + 1):
+        story.publish("trainer/0", version)
+        story.tell("rollout/0", m.Release(story.acquire("rollout/0", version), 0))
+        story.publish("rollout/0", version, "runtime:f")
+        story.unpublish("rollout/0", version, "runtime:f")
+        story.unpublish("trainer/0", version - 1)
+        if beats:
+            story.beat("rollout/0")
+    worker = story.hub.registry.workers[story.sessions["rollout/0"]]
+    assert worker.replies_size_bytes == sum(map(outbox._size_bytes, worker.replies.values()))
+    return len(worker.replies) + len(worker.lease_bounds) + len(worker.withdrawn)
+
+
+def test_a_heartbeat_says_which_answers_have_come_and_nothing_is_kept_of_these() -> None:
+    assert kept_of_versions(40, beats=True) == 0
+    assert kept_of_versions(40, beats=False) >= 5 * 40, "the control: what may still be asked for is kept"
+
+
+def test_what_a_worker_waits_for_is_kept_and_what_it_has_is_not_done_again() -> None:
+    story = Scenario()
+    story.join_all("trainer/0", "rollout/0")
+    story.publish("trainer/0", 1)
+    number = story.acquire("rollout/0", 1)
+    again = m.Acquire(number, 1, 0, (CHECKPOINT,), 60.0)
+    assert story.heard("rollout/0") == ["read 1 checkpoint 0<-trainer/0"]
+    story.beat("rollout/0", pending=(number,))
+    assert "read 1 checkpoint 0<-trainer/0" in story.heard("rollout/0"), "the answer was lost, and is sent again"
+    story.tell("rollout/0", m.Release(number, 0))
+    story.beat("rollout/0")
+    story.heard("rollout/0")
+    story.beat("rollout/0", pending=(number,))  # from before, delayed on the way
+    story.tell("rollout/0", again)
+    assert "read 1 checkpoint 0<-trainer/0" not in story.heard("rollout/0")
+    assert not story.hub.workers[story.sessions["rollout/0"]].leases
+
+
 @pytest.fixture
 def running() -> Iterator[Server]:
     with start_server(limits=HubLimits(grace_s=0.0)) as one:
