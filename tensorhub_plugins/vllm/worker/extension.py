@@ -47,7 +47,7 @@ from typing import Any
 import msgspec
 import torch
 
-from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memory, gate, keys_from_environment, work
+from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, gate, keys_from_environment, work
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, check_lora, is_further_rank, shares_experts
@@ -379,8 +379,7 @@ def _discard(original: Any, worker: Any, tags: tuple[str, ...]) -> Any:
     """Free some memory without sleeping, as vLLM does since 0.32."""
     updater = attached(worker) if "weights" in tags else None
     if updater is not None:
-        updater.before_external_change("discard")
-        forget_live_memory()  # other memory may be mapped at its addresses
+        updater.fall_asleep()
         updater.mark_broken("discard threw the weights away")
     return original(tags)
 

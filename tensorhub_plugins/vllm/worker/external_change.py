@@ -19,9 +19,10 @@ def external_change(updater: Updater, what: str, vllm_config: Any, *, is_certain
     """Wrap such a change, in all workers of the engine at once: no peer reads the weights meanwhile, and afterwards
     they are no version of the store. If it fails they are unchanged and served as before, or broken.
 
-    is_certain: it changes them, now or later on; else only if their bytes differ afterwards."""
+    is_certain: it changes them, now or later on; else only if their bytes differ afterwards. While the engine sleeps
+    there are none, and to read them would end the process."""
     updater.before_external_change(what)
-    before = Slab.adopt(weights.tensors(updater.model)).manifest()
+    before = None if updater.is_asleep else Slab.adopt(weights.tensors(updater.model)).manifest()
     reason = ""
     try:
         with preserved(updater.model):
@@ -30,7 +31,12 @@ def external_change(updater: Updater, what: str, vllm_config: Any, *, is_certain
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        changed = (is_certain and not reason) or bool(Slab.adopt(weights.tensors(updater.model)).damaged(before))
+        if before is None or updater.is_asleep:
+            differs = updater.is_asleep == (before is not None)
+            updater.before_external_change(what)  # again: to wake it up serves them
+        else:
+            differs = bool(Slab.adopt(weights.tensors(updater.model)).damaged(before))
+        changed = differs or (is_certain and not reason)
         if not shares_experts(vllm_config):  # whose ranks are not asked at once
             failed, changed = anyone(updater.gather, bool(reason)), anyone(updater.gather, changed)
             reason = reason or "another worker of this engine failed" * failed

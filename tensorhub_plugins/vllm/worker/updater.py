@@ -262,6 +262,8 @@ class Updater:
 
     def digests(self) -> dict[str, Any]:
         """Return layout, version, and the digests of every live tensor by name (digests.py)."""
+        if self.is_asleep:
+            raise UsageError(update_state.ASLEEP)
         of_tensors = digests.of_live(self.model, self._vllm_config)
         return {"layout": self.position.layout, "version": self._state.version, **of_tensors}
 
