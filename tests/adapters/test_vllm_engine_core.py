@@ -252,6 +252,24 @@ def test_what_another_client_makes_of_the_weights_is_mended(following: Any, hub:
         assert core.updater.model.weight.unique().tolist() == [1.0]
 
 
+@pytest.mark.parametrize("when", ["now", "idle"])
+def test_weights_that_are_lost_while_it_waits_for_its_moment_are_mended(following: Any, hub: Server, when: str) -> None:
+    """For whoever had paused it could not resume it any more, and it waited for that: for ever, or for its patience."""
+    core = following(when, patience_s=3600.0)
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
+        core.idle = False
+        core.available = when == "idle"
+        trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
+        waits = {"now": lambda: core.asked > 3, "idle": lambda: ("start_fetch", 2) in core.log}
+        wait_until(waits[when], "it waits")
+        core.available = False
+        core.updater.mark_broken("reload_weights failed half way")
+        wait_until(lambda: core.log[-1] == "resume" and ("install", 2) in core.log, "mended")
+        assert core.updater.model.weight.unique().tolist() == [2.0]
+
+
 def test_a_version_that_is_lost_is_no_reason_to_go_back(following: Any, hub: Server) -> None:
     """The control of the test above: everything is the same, but no operator has said a word."""
     core = following("now")

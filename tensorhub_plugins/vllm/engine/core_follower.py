@@ -327,6 +327,7 @@ class CoreFollower(Follower):
         )
         self._core, self._joining, self._how = core, joining, how
         self._client: Client | None = None
+        self._look_at = 0.0  # when to look again at what others have made of the weights, while it waits for its moment
         self._wanted = 0  # the version to run, as the hub last said
         self._behind = (0, 0.0)  # a version that was installed, and since when another one is to be run
         self._installed = (0, time.monotonic())  # the version that is, and since when
@@ -494,6 +495,8 @@ class CoreFollower(Follower):
         at_once = await self._core.is_available()
         report_at = time.monotonic() + PAUSED_S
         while not await self._core.is_available():
+            if await self._is_lost():
+                return False  # no client can resume it
             if time.monotonic() >= report_at:
                 await self._report(PAUSED)
                 report_at = time.monotonic() + PAUSED_S
@@ -502,6 +505,14 @@ class CoreFollower(Follower):
         if held_by:
             raise StaleCaches(held_by)
         return at_once
+
+    async def _is_lost(self) -> bool:
+        """Return whether another client has lost the weights, looking once in a while; `next_version` mends them."""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + HUB_TIMEOUT_S
+        _, is_lost = await self._core.look()
+        return is_lost
 
     async def _report(self, failure: str) -> None:
         """Have the hub show why this engine does not go on, and ask what there is, though it can take no version."""
@@ -516,7 +527,7 @@ class CoreFollower(Follower):
     async def _idle_moment(self, version: int) -> int | None:
         """Return when there is one, or another version that is to be run instead of this one before there was."""
         patient_until = time.monotonic() + self._how.patience_s
-        while not (self.is_paused or time.monotonic() > patient_until):
+        while not (self.is_paused or time.monotonic() > patient_until or await self._is_lost()):
             if await self._core.is_idle():
                 return None
             with suppress(TensorHubError):
