@@ -124,6 +124,10 @@ class Device:
             self._registered = registered if stop is None else {**registered, start: stop}
             self._borders = sorted({*self._registered, *self._registered.values()})
 
+    def piece_of(self, address: int) -> int:
+        """Return a number that is the same for addresses of one registration: no copy may span two of them."""
+        return bisect_right(self._borders, address)
+
     def is_fast(self, host: torch.Tensor, known: dict[int, bool] | None = None) -> bool:
         """Return whether copies from and to this host memory are fast. known: for many calls, the same of storages
         that were not registered here."""

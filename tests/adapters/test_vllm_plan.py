@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from simulated import Simulation
 
-from tensorhub_plugins.core import TensorTable
+from tensorhub_plugins.core import Slab, TensorTable, copy_all
 from tensorhub_plugins.vllm.worker.conversion import Places
 from tensorhub_plugins.vllm.worker.partial import NotEnough
 from tensorhub_plugins.vllm.worker.partial import whole as whole_tensors
@@ -21,9 +22,11 @@ from tensorhub_plugins.vllm.worker.plan import (
     Region,
     filled,
     given_by,
+    held_whole,
     regions_of,
     specs_of,
     view_in,
+    whole_region,
 )
 
 WHOLE = (4, 6, 5)
@@ -153,6 +156,35 @@ def test_what_is_wanted_of_one_tensor_has_names_of_its_own() -> None:
         ("qkv/001", "qkv", (6, 0), 8),
     ]
     assert (plan.needed_bytes, plan.checkpoint_bytes) == (152, 288)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_what_experts_have_beside_each_other_is_one_copy(by_name: bool) -> None:
+    """N15: gate and up of each, which a parameter and what is fetched have in this order. The control: in another."""
+    experts, rows, columns = 12, 8, 8
+    live = {"w13": torch.empty(experts, 2 * rows, columns), "w2": torch.empty(experts, columns, rows)}
+    pieces, taken = [], {}
+    for k in range(experts):
+        boxes = {
+            "gate": ("w13", live["w13"][k, :rows]),
+            "up": ("w13", live["w13"][k, rows:]),
+            "down": ("w2", live["w2"][k]),
+        }
+        for number, (leaf, (target, place)) in enumerate(boxes.items()):
+            taken[f"experts.{k}.{leaf}"] = tensor = place.fill_(3 * k + number).clone()
+            pieces.append(Piece(f"experts.{k}.{leaf}", box(tensor), target, box(place)))
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in taken.items()}
+    needed = {name: (whole_region(tensor.shape),) for name, tensor in taken.items()}
+    plan = Plan(shapes, tuple(pieces), needed, frozenset())
+    with Simulation(0) as simulation, Slab.allocate(plan.wanted, pin=True) as slab:
+        held = {name: held_whole(tensor.copy_(taken[name])) for name, tensor in slab.tensors().items()}
+        there = {name: simulation.put(torch.zeros(tensor.shape), name) for name, tensor in live.items()}
+        simulation.calls.clear()
+        places, names = Places(plan, frozenset()), sorted(held, reverse=not by_name)
+        copy_all(pair for name in names for pair in places.pairs(there, name, held[name]))
+        assert all(torch.equal(simulation.true(there[name]), tensor) for name, tensor in live.items())
+        assert simulation.calls["copy"] == (2 if by_name else 3) * experts
+        simulation.check()
 
 
 def test_a_later_version_of_the_same_tables_does_not_decode_them_again() -> None:

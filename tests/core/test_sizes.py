@@ -11,12 +11,12 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 4_340,
+    "core": 4_345,
     "core/client": 5_690,
     "core/deltas": 685,
     "core/hub": 5_640,
     "core/kernels": 560,
-    "core/memory": 3_724,
+    "core/memory": 3_765,
     "core/operations": 1_820,
     "core/protocol": 1_193,
     "core/security": 720,

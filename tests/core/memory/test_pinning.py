@@ -13,7 +13,7 @@ from simulated import Simulation
 from tensorhub_plugins.core.capturing import gate
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.machine import cores
-from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
+from tensorhub_plugins.core.manifest import PIECE_SIZE_BYTES, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.staging import copy_all, down
@@ -127,6 +127,51 @@ def test_a_device_that_pins_nothing_is_asked_once_for_each_size(no_pages):
         assert slab._pinned.done.wait(PATIENCE_S)
         assert simulation.calls["register"] < 8 and "6.3 GB of 6.3 GB" in slab._pinned.reason
         slab.close()
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "pinned_at_once", "copies"),
+    [
+        (64 << 10, None, 1),
+        (64 << 10, 1 << 30, 1),
+        pytest.param(PIECE_SIZE_BYTES, 2 * PIECE_SIZE_BYTES, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_neighbours_are_copied_together_and_never_over_two_pieces(size_bytes, pinned_at_once, copies):
+    """N15: experts of a layer, of which each is a tensor. None: it is not pinned. Others are copied one by one."""
+    with Simulation(0, piece_size_bytes=1 << 30) as simulation:
+        simulation.registers_at_most, experts = pinned_at_once or 0, 4
+        specs = [TensorSpec(f"t{k}", "uint8", (size_bytes,), size_bytes) for k in range(experts)]
+        slab = Slab.allocate(specs, pin=pinned_at_once is not None)
+        for k, tensor in enumerate(slab.tensors().values()):
+            tensor.fill_(k + 1)
+        live = simulation.put(torch.zeros(experts, size_bytes, dtype=torch.uint8))
+        pairs = list(zip(live, slab.tensors().values(), strict=True))
+        simulation.calls.clear()
+        copy_all(pairs)
+        assert [(each.min(), each.max()) for each in simulation.true(live)] == [(k + 1, k + 1) for k in range(experts)]
+        assert simulation.calls["copy"] == copies
+        simulation.calls.clear()
+        copy_all(pairs[::-1])  # the control
+        assert simulation.calls["copy"] == experts
+        slab.close()
+        simulation.check()
+
+
+def test_what_only_seems_to_be_a_neighbour_is_copied_as_it_is():
+    """Within one memory, transposed, of another dtype, in another order at one end."""
+    source, target = torch.arange(64.0).view(8, 8), torch.zeros(8, 8)
+    for name, pairs in {
+        "one after the other": [(target[:4], source[:4]), (target[4:], source[4:])],
+        "transposed": [(target[:, :4], source[:, :4]), (target[:, 4:], source[:, 4:])],
+        "turned": [(target[:4], source[4:]), (target[4:], source[:4])],
+        "cast": [(target[:4], source.half()[:4]), (target[4:], source.half()[4:])],
+    }.items():
+        copy_all(pairs)
+        expected = torch.cat([source[4:], source[:4]]) if name == "turned" else source
+        assert torch.equal(target, expected), name
+    copy_all([(target[1:2], target[:1]), (target[2:3], target[1:2])])
+    assert torch.equal(target[:3], source[:1].expand(3, 8))
 
 
 @pytest.mark.parametrize("seed", range(6))
