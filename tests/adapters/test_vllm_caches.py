@@ -172,6 +172,21 @@ def test_what_fails_half_way_leaves_the_engine_standing(core: Any, method: str) 
     assert core.label == ("4" if method == "update_weights" else "none" if method == "reload_weights" else "3")
 
 
+@pytest.mark.parametrize("method", [print, "_reset_weights", "start_weight_update"])
+def test_of_weights_of_no_version_that_are_lost_nothing_runs_on(core: Any, method: Any) -> None:
+    """Their version stays the same, none. What was running did so when another client then paused the engine until it
+    had ended, and that step ended the engine."""
+    core.version = 0
+    core.fails.add(method)
+    with pytest.raises(RuntimeError):  # the control: nothing was changed
+        core.collective_rpc(method)
+    assert (core.paused, core.log) == (False, [method])
+    core.breaks = True
+    with pytest.raises(RuntimeError):
+        core.collective_rpc(method)
+    assert (core.paused, core.log[1:]) == (True, [method, "forget", "pause"])
+
+
 @pytest.mark.parametrize("method", ["reset_weights", "_reset_weights", print, "apply_model", "profile"])
 def test_a_call_that_turns_out_to_change_weights_forgets(core: Any, method: Any) -> None:
     """Whatever it is asked by: a name that nobody knows, a private one, a function."""

@@ -35,7 +35,7 @@ class EngineCore:
 
     def __init__(self) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
-        self.scheduler, self.batch_queue = SimpleNamespace(requests={}), None
+        self.scheduler, self.batch_queue = SimpleNamespace(requests={}, running=[]), None
         self.weights = "none"
         self.forgets = True
         self.model_executor: Any = SimpleNamespace(is_sleeping=False, collective_rpc=self._rpc)
@@ -235,10 +235,10 @@ def test_nothing_ends_on_broken_weights_so_nobody_waits_for_that(engine: Any) ->
     ours(engine, "pause")
     engine.broken = True
     ours(engine, "install")
-    engine.scheduler.has_unfinished_requests = lambda: True
+    engine.scheduler.running = ["a"]
     with pytest.raises(UsageError, match="nothing to wait for ends"):
         theirs(engine, lambda: engine.pause_scheduler("wait"))
-    engine.scheduler.has_unfinished_requests = lambda: False
+    engine.scheduler.running = []
     assert theirs(engine, lambda: engine.pause_scheduler(mode="wait")).done()
 
 

@@ -139,7 +139,8 @@ class Core:
                 self._deferred.append((partial(call, *args, **kwargs), done))
                 return done
             self._is_theirs = original == self._pause
-            if self._is_stopped and self._is_theirs and "wait" in (*args, *kwargs.values()) and not self._idle:
+            runs = bool(self._core.scheduler.running)  # what stands still does not count as unfinished
+            if self._is_stopped and self._is_theirs and "wait" in (*args, *kwargs.values()) and runs:
                 raise UsageError("this engine stands still after an update that failed: nothing to wait for ends")
             return original(*args, **kwargs)
 

@@ -119,7 +119,9 @@ def _as_one(core: Any, caches: Caches, original: Any, method: Any, *args: Any, *
                 after = settled()
                 if after != before:
                     core.tensorhub_label(after or 0)
-                if _is_broken(core):  # the next step would end this process
+                if _is_broken(core):  # the next step would end this process, also one for what a pause waits for
+                    caches.is_stale = True
+                    caches.why_stale()
                     _stand_still(core)
             raise
         after = settled()
