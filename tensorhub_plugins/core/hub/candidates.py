@@ -22,19 +22,22 @@ Within a host: stars
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
 from functools import lru_cache
+from typing import TypeVar, cast
 
 import msgspec
 
 from tensorhub_plugins.core.protocol.messages import Origin
 from tensorhub_plugins.core.types import Location, distance
 
+Word = TypeVar("Word", bound=Hashable)
 HOPS_PER_READER = 64  # a chain of 64 takes 1.25 times as long as one reader, with 256 segments
 RACK_READERS = 0.5  # what another rack costs
 STALE_MAX = 256  # stale heap entries; each candidate has up to four current ones
 LOCATIONS_CACHED = 8192  # hosts of one hub
+WORDS_CACHED = 16_384  # and names of replicas, whose workers join at about the same time
 
 
 class Verdict(Enum):
@@ -159,10 +162,14 @@ _Entry = tuple[tuple[float, float], int, bytes]  # cost, number, session
 _Area = tuple[str, ...]
 
 
-@lru_cache(maxsize=LOCATIONS_CACHED)
-def the_same(location: Location) -> Location:
-    """Return one object for all equal locations: the workers of a host have it in common."""
-    return location
+def the_same(word: Word) -> Word:
+    """Return one object for all equal locations, names and layouts: workers have them in common."""
+    return cast("Word", _cached(word))
+
+
+@lru_cache(maxsize=WORDS_CACHED)
+def _cached(word: Hashable) -> Hashable:
+    return word
 
 
 @lru_cache(maxsize=LOCATIONS_CACHED)

@@ -499,7 +499,7 @@ class Hub:
         before = worker.leases.get(held.request_id)
         if before is not None:
             self.registry.end_lease(before)
-        most = max(worker.sources[source] for source in held.sources.values())
+        most = max(worker.sources.get(source, 0) for source in held.sources.values())
         if (
             len(worker.leases) < LEASES_PER_SESSION_MAX
             and most < LEASES_PER_SOURCE_MAX

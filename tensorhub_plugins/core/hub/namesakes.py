@@ -121,9 +121,13 @@ def _taken(name: str) -> str:
 
 
 def without_records(hello: m.Hello) -> m.Hello:
-    """Return the part of a Hello that is kept as it was sent: the rest is in the registry, or over."""
+    """Return the part of a Hello that is kept as it was sent, with words that others have sent as the same objects: the
+    rest is in the registry, or over."""
     return msgspec.structs.replace(
         hello,
+        run=the_same(hello.run),
+        model=the_same(hello.model),
+        replica=the_same(hello.replica),
         location=the_same(hello.location),
         holdings=(),
         leases=(),

@@ -13,7 +13,7 @@ from tensorhub_plugins.core.hub.limits import DOUBT_AGAIN_S, DOUBTS_MAX, LAYOUTS
 from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.permissions import Standing, nobody_has_published, standing
 from tensorhub_plugins.core.hub.registry import Registry
-from tensorhub_plugins.core.hub.state import Aside, History, Holding, Lease, Pending, Version, Worker, drop
+from tensorhub_plugins.core.hub.state import Aside, History, Holding, Lease, Pending, Version, Worker, drop, put
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, STEPS_AHEAD_MAX, ShardKey, attempt_of, step_of, version_text
@@ -123,8 +123,9 @@ class Publishing:
         mine = worker.holdings.get(key)
         worker.holdings_checksum = 0
         if mine is None:
-            said = announced.root, announced.size_bytes, announced.complete, announced.origin
-            mine = Holding(worker, key, *said, as_of=as_of, offered=offered)
+            like = next(iter(version.holders(key).values()), announced)  # its words are one object for all holders
+            said = like.root, like.size_bytes, announced.complete, announced.origin
+            mine = Holding(worker, like.key, *said, as_of=as_of, offered=offered)
             self._registry.add_holding(mine, version)
         else:
             mine.complete |= announced.complete
@@ -396,7 +397,7 @@ def _leases_on(worker: Worker, keys: set[ShardKey]) -> list[Lease]:
 
 def _remember_withdrawn(worker: Worker, unpublish: m.Unpublish) -> None:
     for key in unpublish.keys:
-        worker.withdrawn.pop(key, None)
-        worker.withdrawn[key] = unpublish.request_id
+        drop(worker.withdrawn, key)
+        put(worker, "withdrawn", key, unpublish.request_id)
     while len(worker.withdrawn) > WITHDRAWN_KEPT_MAX:
         del worker.withdrawn[next(iter(worker.withdrawn))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from tensorhub_plugins.core.hub import selection
-from tensorhub_plugins.core.hub.candidates import Verdict
+from tensorhub_plugins.core.hub.candidates import Verdict, the_same
 from tensorhub_plugins.core.hub.following import gone
 from tensorhub_plugins.core.hub.registry import EXTEND_SHARE, OWED_TIMES, Registry
 from tensorhub_plugins.core.hub.state import Claim, Lease, Pending, Version, Worker, beside, checksum_of
@@ -38,7 +38,7 @@ class Reading:
         """Return sources for this reader; None: not yet. Refused at the deadline, or when the version is gone."""
         history = pending.worker.history
         if acquire.layouts[0] != CHECKPOINT:
-            pending.worker.prefers = acquire.layouts[0]
+            pending.worker.prefers = the_same(acquire.layouts[0])
         number = acquire.version or self.resolve_latest(pending, acquire, now)
         if isinstance(number, m.Refused):
             return number
@@ -241,7 +241,7 @@ class Reading:
             reader=worker,
             request_id=acquire.request_id,
             version=version.number,
-            layout=found.layout,
+            layout=the_same(found.layout),
             shard_count=found.shard_count,
             sources={shard: source.session for shard, source in found.sources.items()},
             deadline=registry.lease_until(worker, acquire.request_id, _ends_at(pending, acquire), now),

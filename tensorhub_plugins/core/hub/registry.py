@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from typing_extensions import assert_never
 
@@ -34,14 +34,15 @@ from tensorhub_plugins.core.hub.state import (
     Worker,
     beside,
     check_of,
+    count,
     drop,
+    put,
 )
 from tensorhub_plugins.core.hub.waiters import Waiters
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.security.leases import name_of
 from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
 
-Key = TypeVar("Key")
 Reference: TypeAlias = "weakref.ref[Worker | Lease | Pending | Claim] | None"  # to what has a timer; None: recovery
 CONVERTERS_MAX = 64  # layouts of one model whose last converter is remembered
 LEASE_BOUNDS_KEPT_MAX = 2048  # per session, twice the leases that it may have
@@ -59,15 +60,9 @@ VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only 
 
 def _count(lease: Lease, key: ShardKey, change: int) -> None:
     """Count one lease more or less under which its reader reads this shard."""
-    for counter in (lease.reader.reading, lease.reader.passing_on)[: 1 + lease.serves]:
-        _add(counter, key, change)
-
-
-def _add(counter: Counter[Key], key: Key, change: int) -> None:
-    """Change a counter, and drop the key when it is zero."""
-    counter[key] += change
-    if not counter[key]:
-        drop(counter, key)
+    count(lease.reader, "reading", key, change)
+    if not lease.serves:
+        count(lease.reader, "keeping", key, change)
 
 
 class Registry:
@@ -326,7 +321,7 @@ class Registry:
             return
         held, sources = worker.holdings.get(key), version.sources.get(key)
         self.count_copy(held)
-        arriving = held is None and key in worker.passing_on
+        arriving = held is None and worker.passes_on(key)
         lives = self.workers.get(worker.session) is worker
         if lives and (arriving or (held is not None and held.stays)):
             candidate = Candidate(
@@ -353,7 +348,7 @@ class Registry:
         if worker.role == "reader":
             self.readers_records += change
             if layout:
-                _add(worker.layouts, layout, change)
+                count(worker, "layouts", layout, change)
 
     # --- what readers report of versions that no publisher has named ---
 
@@ -362,12 +357,12 @@ class Registry:
         worker.holdings_checksum = 0
         self.take_from_aside(worker, key)
         self._count_record(worker, 1, key.layout)
-        worker.aside[key] = said
+        put(worker, "aside", key, said)
         worker.history.aside.setdefault(key.version, {})[worker.session] = worker
 
     def take_from_aside(self, worker: Worker, key: ShardKey) -> Aside | None:
         """Forget and return a report that was put aside; None: there is none."""
-        said = worker.aside.pop(key, None)
+        said = drop(worker.aside, key)
         if said is not None:
             worker.holdings_checksum = 0
             self._count_record(worker, -1, key.layout)
@@ -419,7 +414,9 @@ class Registry:
             if lease.reader.role != "reader":
                 continue
             since = now - self.unused_s(source) if lease.is_announced else now  # a Hello makes no unpublish wait
-            at = lease.served_at.setdefault(source.session, since)
+            at = lease.served_at.get(source.session)
+            if at is None:
+                put(lease, "served_at", source.session, at := since)
             if name_of(lease.reader.session, lease.request_id) in used:
                 lease.served_at[source.session] = now
             elif now > self.silent_after(at, self.limits.lease_idle_s):
@@ -446,7 +443,7 @@ class Registry:
         reader.announced_shards += len(lease.sources) * lease.is_announced
         self.schedule(min(lease.deadline, self.idle_at(lease)), lease)
         for session in lease.shards_of:
-            reader.sources[session] += 1
+            count(reader, "sources", session, 1)
             source = history.workers.get(session)
             if source is not None:
                 self.attach_reader(source, lease)
@@ -504,9 +501,9 @@ class Registry:
             self._count_record(reader, -1)
             reader.announced_shards -= lease.is_announced
             _count(lease, key, -1)
-            _add(lease.shards_of, session, -1)
+            count(lease, "shards_of", session, -1)
             if session not in lease.shards_of:  # no other shard is read from it
-                _add(reader.sources, session, -1)
+                count(reader, "sources", session, -1)
                 self._detach(lease, session)
         if not lease.sources:
             drop(reader.leases, lease.request_id)
@@ -546,7 +543,8 @@ class Registry:
             self.remove_claim(version.claims[key])
         while len(worker.claims) >= CLAIMS_PER_SESSION_MAX:
             self.remove_claim(next(iter(worker.claims.values())))
-        version.claims[key] = worker.claims[key] = claim
+        version.claims[key] = claim
+        put(worker, "claims", key, claim)
         self.schedule(claim.deadline, claim)
 
     def _charge(self, claim: Claim, now: float) -> None:

@@ -224,8 +224,8 @@ def _validate_leases(registry: Registry, worker: Worker) -> None:
             must(source is None or source.readers[worker.session, request] is lease)
     must(worker.reading == Counter(key for lease in worker.leases.values() for key in lease.shard_keys()))
     must(worker.sources == Counter(source for lease in worker.leases.values() for source in lease.shards_of))
-    serving = [lease for lease in worker.leases.values() if lease.serves]
-    must(worker.passing_on == Counter(key for lease in serving for key in lease.shard_keys()))
+    silent = [lease for lease in worker.leases.values() if not lease.serves]
+    must(worker.keeping == Counter(key for lease in silent for key in lease.shard_keys()))
     for (reader, request), lease in worker.readers.items():
         must(registry.workers[reader].leases[request] is lease)
         must(worker.session in lease.sources.values())

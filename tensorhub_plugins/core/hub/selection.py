@@ -96,7 +96,7 @@ def serves_as_many_as_it_may(question: Question, source: Worker, far: int) -> bo
 
 def serves_this_reader_often_enough(question: Question, source: Worker, far: int) -> bool:
     """Return whether this reader has its share of the source's slots."""
-    return question.reader.sources[source.session] >= LEASES_PER_SOURCE_MAX
+    return question.reader.sources.get(source.session, 0) >= LEASES_PER_SOURCE_MAX
 
 
 def serves_readers_keys_often_enough(question: Question, source: Worker, far: int) -> bool:

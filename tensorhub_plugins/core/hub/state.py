@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tensorhub_plugins.core.hub.candidates import Sources
 from tensorhub_plugins.core.hub.copies import Copies, Counted
@@ -30,9 +30,40 @@ READ_BYTES_MAX = 1 << 62
 LOST_MAX = 64  # workers of one model, the last ones: operators look at them one by one
 
 
+class _Nothing(dict[Any, Any]):
+    """An empty table that stays so."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__  # type: ignore[assignment]  # a dataclass takes no other default
+
+    def __setitem__(self, key: object, value: object) -> None:
+        raise TypeError("this table is shared by all that have none: use `put`")
+
+
+NONE = _Nothing()  # of almost all workers, in most of their tables
+
+
+def put(owner: Worker | Lease, table: str, key: object, value: object) -> None:
+    """Put a record into a table that may be NONE."""
+    if getattr(owner, table) is NONE:
+        setattr(owner, table, {})
+    getattr(owner, table)[key] = value
+
+
+def count(owner: Worker | Lease, table: str, key: object, change: int) -> None:
+    """Change a counter in a table that may be NONE, and drop it when it is zero."""
+    number = getattr(owner, table).get(key, 0) + change
+    if number:
+        put(owner, table, key, number)
+    else:
+        drop(getattr(owner, table), key)
+
+
 def drop(records: dict[Key, Value], key: Key) -> Value | None:
     """Remove and return a record, or None. With the last one goes the table, which a dict keeps: of ten tables most of
     a worker's are empty most of the time."""
+    if not records:
+        return None
     found = records.pop(key, None)
     if not records:
         records.clear()
@@ -108,7 +139,7 @@ class Lease(_Referred):
     serves: bool = False  # what is read is served to others while it arrives
     beside: bool = False  # it is additional: other sources are read, too
     is_announced: bool = False  # a Hello has reported it; we have not granted it
-    served_at: dict[bytes, float] = field(default_factory=dict)  # by source: its last use, see `Registry.record_used`
+    served_at: dict[bytes, float] = NONE  # by source: its last use, see `Registry.record_used`
     shards_of: Counter[bytes] = field(init=False)  # source -> how many of the shards
 
     def __post_init__(self) -> None:
@@ -230,24 +261,24 @@ class Worker(_Referred):
     readers: dict[tuple[bytes, int], Lease] = field(default_factory=dict)  # as a source
     network_readers: int = 0  # of them, those on other hosts
     lease_bounds: dict[int, Bound] = field(default_factory=dict)  # by request
-    sources: Counter[bytes] = field(default_factory=Counter)  # as a reader: under how many leases from each
-    reading: Counter[ShardKey] = field(default_factory=Counter)  # under how many leases
-    passing_on: Counter[ShardKey] = field(default_factory=Counter)  # the same, for leases that serve
+    sources: dict[bytes, int] = NONE  # as a reader: under how many leases from each
+    reading: dict[ShardKey, int] = NONE  # under how many leases
+    keeping: dict[ShardKey, int] = NONE  # the same, for leases that do not serve
     depth: dict[ShardKey, int] = field(default_factory=dict)  # of arriving shards: hops to a worker that has all of it
     pending: dict[int, Pending] = field(default_factory=dict)
     pending_items: int = 0  # `items_of` them
     replies: dict[int, m.Reply] = field(default_factory=dict)
     replies_size_bytes: int = 0  # of them, about
-    withdrawn: dict[ShardKey, int] = field(default_factory=dict)  # -> its Unpublish
-    aside: dict[ShardKey, Aside] = field(default_factory=dict)  # see permissions.py
-    claims: dict[ShardKey, Claim] = field(default_factory=dict)
+    withdrawn: dict[ShardKey, int] = NONE  # -> its Unpublish
+    aside: dict[ShardKey, Aside] = NONE  # see permissions.py
+    claims: dict[ShardKey, Claim] = NONE
     prefers: str = ""  # the engine's layout that it has asked for last
     holdings_checksum: int = 0  # `messages.holdings_checksum`; 0: to be computed again
     corrupt_segments: int = 0  # that readers got from it
-    doubts: dict[tuple[ShardKey, bytes], float] = field(default_factory=dict)  # (key, reader) of recent reports to it
+    doubts: dict[tuple[ShardKey, bytes], float] = NONE  # (key, reader) of recent reports to it
     announced_shards: int = 0  # that it reads, as its Hello has reported
-    layouts: Counter[str] = field(default_factory=Counter)  # of a reader: how many shards it has of each
-    unreached: dict[bytes, float] = field(default_factory=dict)  # sources that it cannot connect to -> when it said so
+    layouts: dict[str, int] = NONE  # of a reader: how many shards it has of each
+    unreached: dict[bytes, float] = NONE  # sources that it cannot connect to -> when it said so
     is_said_unreached: bool = False  # that a reader cannot connect to this one
     room_bytes: int = 0  # free for copies that others need, as last reported
     worked: int = 0  # likewise: pieces of work
@@ -264,6 +295,10 @@ class Worker(_Referred):
     def __post_init__(self) -> None:
         hello, reader = self.hello, self.role == "reader"
         self.group = hello.replica, hello.shard_count, self.role, hello.job if reader else ""
+
+    def passes_on(self, key: ShardKey) -> bool:
+        """Return whether it serves on what arrives of this shard."""
+        return self.reading.get(key, 0) > self.keeping.get(key, 0)
 
     @property
     def name(self) -> str:

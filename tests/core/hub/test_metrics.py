@@ -164,8 +164,8 @@ def test_a_frozen_worker_and_a_pin_show(run: Scenario) -> None:
 
 def test_a_source_that_nobody_reaches_shows(run: Scenario) -> None:
     session = run.sessions["trainer/0"]
-    run.hub.registry.workers[run.sessions["a/0"]].unreached[session] = run.now
-    run.hub.registry.workers[run.sessions["b/0"]].unreached[session] = run.now
+    for reader in ("a/0", "b/0"):
+        run.hub.registry.workers[run.sessions[reader]].unreached = {session: run.now}
     assert figures(run)["unreached_sources"] == 1
 
 

@@ -6,6 +6,7 @@ reached from the hub is counted, so a collection that is added one day is counte
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import get_args
@@ -14,13 +15,15 @@ import msgspec
 import pytest
 from hub_scenarios import RUNTIME, Scenario
 
+from recipes.bench.hub.simulated import _Simulation
+from recipes.bench.hub.story import holding
 from tensorhub_plugins.core.cli import status_text
 from tensorhub_plugins.core.hub import hub as machine
 from tensorhub_plugins.core.hub import limits
 from tensorhub_plugins.core.hub.hub import Received
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.report import report
-from tensorhub_plugins.core.hub.state import Claim, Room, Version, Worker
+from tensorhub_plugins.core.hub.state import NONE, Claim, Room, Version, Worker, drop, put
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.types import CHECKPOINT, Location, Role, ShardKey
@@ -202,7 +205,8 @@ def test_sessions_that_come_and_go_leave_nothing() -> None:
 
 
 def keeps_claims(self: Registry, version: Version, worker: Worker, key: ShardKey, now: float, number: int = 0) -> None:
-    version.claims[key] = worker.claims[key] = Claim(worker, version, key, now, number)
+    version.claims[key] = claim = Claim(worker, version, key, now, number)
+    put(worker, "claims", key, claim)
 
 
 def keeps_timers(self: Registry, when: float, record: object) -> None:
@@ -226,6 +230,30 @@ def test_the_control_what_is_not_bounded_is_seen(broken: str, monkeypatch: pytes
         counts.append(entries(story.hub))
         monkeypatch.setattr(owner, method, damage)
     assert counts[1] > counts[0] + TIMES // 2
+
+
+def test_a_worker_costs_eight_kilobytes_while_all_read_at_once() -> None:
+    count, shards = 512, 8
+    simulation = _Simulation(count, shards, wire_s=0.0)
+    tracemalloc.start()
+    for index in range(count):
+        simulation.send(index, simulation.readers.begin(index))
+    simulation.run(lambda: not simulation.inbox)
+    for shard in range(shards):
+        simulation.send(count + shard, m.Publish(1, holding(shard, shards, True, "published")))
+    simulation.run(lambda: simulation.ended == count)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak / count < 8000, "with what the simulation has of it; 7,200, and 8,350 where each has all tables"
+
+
+def test_no_worker_writes_into_the_table_that_all_have_who_have_none() -> None:
+    story = story_with_a_trainer()
+    trainer = story.hub.registry.workers[TRAINER]
+    assert trainer.claims is trainer.aside is NONE
+    with pytest.raises(TypeError, match="use `put`"):
+        trainer.claims[ShardKey(1, CHECKPOINT)] = None
+    assert drop(trainer.claims, ShardKey(1, CHECKPOINT)) is None and len(NONE) == 0
 
 
 # --- answers that would be too long ---
