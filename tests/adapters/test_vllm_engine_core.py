@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from client_processes import hold_back, let_go
 from recorded_engine import RecordedEngine
 from vllm_engines import wait_until
 
@@ -40,7 +41,7 @@ class Core(RecordedEngine):
         super().__init__()
         self.updater = updater
         self.idle, self._available, self.asked, self.version = True, True, 0, 0
-        self.holder, self.asks, self.is_paused_by_another = "", 0, False
+        self.looks, self.holder, self.asks, self.is_paused_by_another = 0, "", 0, False
         self.status: Callable[[], dict[str, Any]] = dict
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loop = threading.Thread(target=self._run)
@@ -80,6 +81,7 @@ class Core(RecordedEngine):
         return bool(await self.ask(lambda: self.idle))
 
     async def look(self) -> tuple[int, bool]:
+        self.looks += 1
         polled = self.updater.poll()
         return polled["version"], not self.available and bool(polled["broken"])
 
@@ -268,6 +270,33 @@ def test_weights_that_are_lost_while_it_waits_for_its_moment_are_mended(followin
         core.updater.mark_broken("reload_weights failed half way")
         wait_until(lambda: core.log[-1] == "resume" and ("install", 2) in core.log, "mended")
         assert core.updater.model.weight.unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_it_looks_at_the_weights_while_a_version_arrives(
+    following: Any, hub: Server, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """That takes minutes for a large model; so long other data parallel ranks answered with a lost rank's experts."""
+    monkeypatch.setattr(core_follower, "HUB_TIMEOUT_S", 0.05)
+    core = following("now")
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
+        core.available = False  # so that nothing is read yet
+        trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
+        hold_back(trainer, 2, 0)
+        core.available = True
+        wait_until(lambda: core.log[-1:] == [("start_fetch", 2)], "it is fetched")
+        if is_lost:
+            core.available = False
+            core.updater.mark_broken("reload_weights failed half way")
+            wait_until(lambda: core.status()["broken"], "it has seen that")
+        else:
+            looks = core.looks
+            wait_until(lambda: core.looks > looks + 1, "it looks")
+        let_go(trainer, 2)
+        wait_until(lambda: core.log[-3:] == [("install", 2), "forget", "resume"], "switched")
+    assert core.log[-4:-3] == ([("start_fetch", 2)] if is_lost else ["pause"])  # it stands still already
 
 
 def test_a_version_that_is_lost_is_no_reason_to_go_back(following: Any, hub: Server) -> None:

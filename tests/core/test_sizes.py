@@ -24,7 +24,7 @@ CEILINGS = {
     "core/transports": 7_272,
     "openrlhf": 2_580,
     "verl": 4_045,
-    "vllm": 9_112,
+    "vllm": 9_118,
     "vllm/doctor": 860,
     "vllm/worker": 5_517,
 }

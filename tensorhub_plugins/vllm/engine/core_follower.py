@@ -497,7 +497,7 @@ class CoreFollower(Follower):
         at_once = await self._core.is_available()
         report_at = time.monotonic() + PAUSED_S
         while not await self._core.is_available():
-            if await self._is_lost():
+            if await self.look():
                 return False  # no client can resume it
             if time.monotonic() >= report_at:
                 await self._report(PAUSED)
@@ -508,12 +508,13 @@ class CoreFollower(Follower):
             raise StaleCaches(held_by)
         return at_once
 
-    async def _is_lost(self) -> bool:
-        """Return whether another client has lost the weights, looking once in a while; `next_version` mends them."""
-        if time.monotonic() < self._look_at:
+    async def look(self) -> bool:
+        """Return whether another client has lost the weights, looking once in a while; the next install mends them."""
+        if self.is_paused or time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + HUB_TIMEOUT_S
         _, is_lost = await self._core.look()
+        self.is_paused, self.is_broken = is_lost, self.is_broken or is_lost
         return is_lost
 
     async def _report(self, failure: str) -> None:
@@ -529,7 +530,7 @@ class CoreFollower(Follower):
     async def _idle_moment(self, version: int) -> int | None:
         """Return when there is one, or another version that is to be run instead of this one before there was."""
         patient_until = time.monotonic() + self._how.patience_s
-        while not (self.is_paused or time.monotonic() > patient_until or await self._is_lost()):
+        while not (self.is_paused or time.monotonic() > patient_until or await self.look()):
             if await self._core.is_idle():
                 return None
             with suppress(TensorHubError):

@@ -323,9 +323,14 @@ class Follower:
             is_late = time.monotonic() >= began + self.timeout_s + POLL_GRACE_S
             if any(worker["state"] == "fetching" for worker in workers) and not is_late:
                 interval_s = min(1.1 * interval_s, POLL_INTERVAL_MAX_S)  # a tenth of what it has taken
+                await self.look()
                 await self.sleep(interval_s)
                 continue
             raise await self._not_fetched(version, workers)
+
+    async def look(self) -> bool:
+        """Return whether the weights that answer meanwhile are lost. Here a subclass may look."""
+        return False
 
     async def _not_fetched(self, version: int, workers: Sequence[Mapping[str, Any]]) -> UpdateFailed:
         self._note_refusal(version, workers)
