@@ -43,25 +43,27 @@ def copy_all(pairs: Iterable[Pair]) -> None:
     slow: dict[Device, list[Pair]] = {}
     pinned: dict[int, bool] = {}  # by storage
     with contextlib.ExitStack() as calling:
-        for target, source in _joined(pairs):
-            device = of(target) or of(source)
-            if device is None:
-                target.copy_(source)
-                continue
-            if device not in drivers:
-                drivers[device] = calling.enter_context(device.calling())
-            if of(source) is None and target.shape == source.shape and not device.is_fast(source, pinned):
-                slow.setdefault(device, []).append((target, source))
-            else:
-                drivers[device].copy(source, target, None)
-        for device, some in slow.items():
-            if sum(source.nbytes for _, source in some) > device.piece_size_bytes:
-                _up(device, some)
-            else:
-                for target, source in some:
+        try:
+            for target, source in _joined(pairs):
+                device = of(target) or of(source)
+                if device is None:
+                    target.copy_(source)
+                    continue
+                if device not in drivers:
+                    drivers[device] = calling.enter_context(device.calling())
+                if of(source) is None and target.shape == source.shape and not device.is_fast(source, pinned):
+                    slow.setdefault(device, []).append((target, source))
+                else:
                     drivers[device].copy(source, target, None)
-        for device in drivers:
-            device.synchronize()
+            for device, some in slow.items():
+                if sum(source.nbytes for _, source in some) > device.piece_size_bytes:
+                    _up(device, some)
+                else:
+                    for target, source in some:
+                        drivers[device].copy(source, target, None)
+        finally:  # after an error too: what the caller then releases must not be written, or read, any more
+            for device in drivers:
+                device.synchronize()
 
 
 def _joined(pairs: Iterable[Pair]) -> Iterator[Pair]:

@@ -158,6 +158,27 @@ def test_neighbours_are_copied_together_and_never_over_two_pieces(size_bytes, pi
         simulation.check()
 
 
+@pytest.mark.parametrize("fails", ["what gives the pairs", "a copy"])
+def test_copies_are_waited_for_after_an_error_too(fails):
+    """Else a caller releases host memory that the device still writes, or reads."""
+    with Simulation(0) as simulation:
+        simulation.random.random = lambda: 1.0  # nothing runs that nobody waits for
+        there, host = simulation.put(torch.full((200,), 7, dtype=torch.uint8)), torch.zeros(200, dtype=torch.uint8)
+
+        def pairs():
+            yield host[:100], there[100:]  # no neighbour of the next one
+            yield host[100:], there[:100]
+            if fails == "what gives the pairs":
+                raise ValueError("no more")
+            simulation.fail("copy")
+            yield host[:1], there[5:6]
+
+        with pytest.raises((ValueError, RuntimeError)):
+            copy_all(pairs())
+        assert set(host[:100].tolist()) == {7}
+        simulation.check()
+
+
 def test_what_only_seems_to_be_a_neighbour_is_copied_as_it_is():
     """Within one memory, transposed, of another dtype, in another order at one end."""
     source, target = torch.arange(64.0).view(8, 8), torch.zeros(8, 8)
