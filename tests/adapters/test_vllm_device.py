@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from simulated import Simulation
 
 from tensorhub_plugins.core import Slab, gate
+from tensorhub_plugins.vllm.worker import weights
 from tensorhub_plugins.vllm.worker.extension import hook
 
 PATIENCE_S = 20.0
@@ -32,6 +34,17 @@ class Captures:
             while self.server.is_alive() and not gate.waiting:
                 self.server.join(0.01)
         return "warm"
+
+
+def test_digests_of_large_tensors_pin_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N19: an embedding of 1.1 GB took 2 GiB of pinned memory for good."""
+    with Simulation(0) as simulation:
+        content, pinned = torch.arange(9 << 20), []
+        buffer = simulation.devices[0].buffer
+        monkeypatch.setattr(simulation.devices[0], "buffer", lambda size: pinned.append(size) or buffer(size))
+        of_device = weights.digest(simulation.put(content, "embedding"))
+        assert of_device == weights.digest(content) == xxhash.xxh3_128_hexdigest(content.numpy().data)
+        assert max(pinned) <= 32 << 20 < content.nbytes == sum(pinned)
 
 
 @pytest.mark.parametrize("hooked", [True, False])

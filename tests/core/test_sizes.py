@@ -16,7 +16,7 @@ CEILINGS = {
     "core/deltas": 685,
     "core/hub": 5_680,
     "core/kernels": 560,
-    "core/memory": 3_765,
+    "core/memory": 3_775,
     "core/operations": 1_820,
     "core/protocol": 1_193,
     "core/security": 720,
@@ -26,7 +26,7 @@ CEILINGS = {
     "verl": 4_045,
     "vllm": 9_118,
     "vllm/doctor": 860,
-    "vllm/worker": 5_517,
+    "vllm/worker": 5_520,
 }
 ROOM, ROOM_LINES = 0.1, 150  # below a ceiling, as a part of it or in lines: for changes that need no reason
 INIT_LINES_MAX = 40  # of a file beside the folders: __init__.py

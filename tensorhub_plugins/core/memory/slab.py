@@ -23,7 +23,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -39,7 +39,13 @@ from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable, s
 from tensorhub_plugins.core.memory import staging
 from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.core.memory.block import NOTHING, Block
-from tensorhub_plugins.core.memory.copying import copy_view, copy_views, digests_of_segments, digests_of_view
+from tensorhub_plugins.core.memory.copying import (
+    DIGEST_SIZE_AT_ONCE_BYTES,
+    copy_view,
+    copy_views,
+    digests_of_segments,
+    digests_of_view,
+)
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan, Loans
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
@@ -322,7 +328,9 @@ class Slab(OfThisProcess):
 
     def digest(self, start: int, stop: int, algorithm: str = XXH3) -> bytes:
         """Return the digest of a stream range: 16 bytes that depend on every byte and on its position."""
-        return digest_of(self.readable(start, stop), algorithm)
+        step = DIGEST_SIZE_AT_ONCE_BYTES  # a device's pinned memory is kept, in the size that was asked for
+        pieces = (self.readable(at, min(at + step, stop)) for at in range(start, stop, step))
+        return digest_of(chain.from_iterable(pieces), algorithm)
 
     def manifest(
         self,

@@ -18,9 +18,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import xxhash
 
-from tensorhub_plugins.core import UsageError, copy_all, flat_bytes, in_memory_order, on_host, without_aliases
+from tensorhub_plugins.core import Slab, UsageError, copy_all, flat_bytes, in_memory_order, synchronize, without_aliases
 from tensorhub_plugins.vllm.worker import draft
 
 # Tensors that layers keep as plain attributes: the matrices MLA absorbs (names differ by version and back
@@ -136,7 +135,9 @@ def refresh_derived(model: torch.nn.Module, *, is_raw: bool = False) -> None:
 
 def digest(tensor: torch.Tensor) -> str:
     """Return the hex digest of a contiguous tensor's bytes: equal to a slab's of the same range of its stream."""
-    return xxhash.xxh3_128_hexdigest(on_host(flat_bytes(tensor)).numpy().data)
+    slab = Slab.adopt({"": flat_bytes(tensor)})
+    synchronize([tensor])
+    return slab.digest(0, slab.size_bytes).hex()
 
 
 def checkpoint_view(model: torch.nn.Module, vllm_config: Any) -> dict[str, torch.Tensor] | None:
