@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import msgspec
@@ -50,12 +51,19 @@ REFUSED_BY_WORKERS = {  # vLLM's options, and what they would do to updates
     "enable_eplb": "moves experts at run time",
     "kv_transfer_config": "KV of former weights may come back",
     "kv_offloading_size": "KV of former weights may come back",
+    "calculate_kv_scales": "KV is scaled by what the first weights made",
     "ec_transfer_config": "what encoders made may come back",
     "cpu_offload_gb": "weights stay in host memory",
     "offload_group_size": "layers are refilled from host memory",
     "engram_config": "embeddings stay in host memory",
+    "kernel_config.monokernel": "kernels read weights that they have packed for themselves",
+    "compilation_config.inductor_compile_config.freezing": "compiled code has weights in it",
 }
-OPAQUE = ("torchao", "bitsandbytes", "nvfp4_per_token")  # quantization that workers refuse (vllm/worker/online.py)
+# Quantization that makes something of floats, which verl publishes, and is known to follow updates.
+OF_FLOATS = (
+    *("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8", "int8_per_channel_weight_only"),
+    *("experts_int8", "online", "ascend"),  # `online` says which of them elsewhere, `ascend` is of NPUs
+)
 DROP_IN = (
     "in drop-in mode verl does not hand a LoRA adapter to its engines: set actor_rollout_ref.rollout.name="
     f"{ROLLOUT} (pull mode), or {MERGE}"
@@ -68,7 +76,11 @@ NUMBERS: dict[str, tuple[int, int | None]] = {
     **{f"{pool}.{name}": (0, 1) for pool in POOLS for name in ("nnodes", "n_gpus_per_node")},
     **{f"actor_rollout_ref.rollout.{kind}_parallel_size": (1, 1) for kind in KINDS},
     "data.train_batch_size": (0, None),
+    **dict.fromkeys(("data.max_prompt_length", "data.max_response_length"), (1, 1)),
     "actor_rollout_ref.actor.ppo_mini_batch_size": (1, None),
+    "actor_rollout_ref.actor.ppo_epochs": (1, 1),
+    **{f"actor_rollout_ref.rollout.{name}": (1, 1) for name in ("n", "val_kwargs.n", "agent.num_workers")},
+    "reward.num_workers": (1, 1),
     SYNC_STEP: (1, 1),
     "actor_rollout_ref.model.lora_rank": (0, 0),
     "actor_rollout_ref.model.lora.rank": (0, 0),
@@ -124,6 +136,7 @@ def check(root: Any) -> tuple[Options, Outlook]:
     if is_served(root):
         outlook.ask(check_batch, root)
         outlook.ask(check_trainer, get(root, "trainer"))
+        outlook.ask(check_ranks, root)
         outlook.tell(check_engines, root)
     outlook.said.append(f"weights: {parts_summary(root, options)}")
     outlook.said.append(f"dtype: {dtype_summary(options)}")
@@ -188,6 +201,33 @@ def check_trainer(trainer: Any) -> None:
     """Check the trainer's GPUs, without which verl makes a trainer of no ranks."""
     if not get(trainer, "nnodes") or not get(trainer, "n_gpus_per_node"):
         raise UsageError("the trainer needs GPUs: set trainer.nnodes and trainer.n_gpus_per_node to 1 or more")
+
+
+def check_ranks(root: Any) -> None:
+    """Check how the trainer's ranks divide, and a batch among them, which verl asserts in its first update."""
+    reference, trainer = get(root, "actor_rollout_ref"), get(root, "trainer")
+    actor, ranks = get(reference, "actor"), (get(trainer, "nnodes") or 0) * (get(trainer, "n_gpus_per_node") or 0)
+    strategy, place = get(actor, "strategy"), "actor_rollout_ref.actor"
+    if not ranks or strategy not in ("fsdp", "fsdp2", "megatron"):
+        return
+    kinds = [f"megatron.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")]
+    kinds = kinds if strategy == "megatron" else ["ulysses_sequence_parallel_size"]
+    sizes = {f"{place}.{kind}": get(actor, *kind.split(".")) for kind in kinds}
+    if None in sizes.values():  # without a configuration for this strategy, which verl refuses
+        return
+    together, names = prod(sizes.values()), " times ".join(name for name, size in sizes.items() if size > 1)
+    if ranks % together:
+        raise UsageError(f"the trainer has {ranks} ranks, which is no multiple of {together} ({names})")
+    shards = get(actor, "fsdp_config", "fsdp_size")
+    if strategy != "megatron" and isinstance(shards, int) and shards > 0 and ranks % shards:
+        words = f"{place}.fsdp_config.fsdp_size is {shards}, and the trainer's {ranks} ranks are no multiple of it"
+        raise UsageError(f"{words}: set a divisor, or -1 for all of them")
+    mini, samples = get(actor, "ppo_mini_batch_size"), get(reference, "rollout", "n") or 1
+    if mini and mini * samples % (ranks // together):
+        raise UsageError(
+            f"{place}.ppo_mini_batch_size ({mini}) times actor_rollout_ref.rollout.n ({samples}) is no multiple of the "
+            f"{ranks // together} ranks that share a batch: verl stops at its first update"
+        )
 
 
 def check_resume(trainer: Any) -> None:
@@ -320,17 +360,29 @@ def check_drafts(rollout: Any) -> None:
 def check_engine_kwargs(rollout: Any) -> None:
     """Refuse what workers refuse when they join the store (vllm/worker/extension.py), minutes after the start."""
     given = {str(k).replace("-", "_"): v for k, v in (get(rollout, "engine_kwargs", "vllm") or {}).items()}
-    refused = [f"{name} ({why})" for name, why in REFUSED_BY_WORKERS.items() if given.get(name)]
+    refused = [f"{name} ({why})" for name, why in REFUSED_BY_WORKERS.items() if _within(given, name)]
     if given.get("load_format"):
         refused.append("load_format (they start with what rollout.load_format says)")
     kind = given.get("quantization") or get(rollout, "quantization")
-    if kind in OPAQUE:
-        refused.append(f"quantization={kind} (not known to follow updates)")
+    if kind and kind not in OF_FLOATS and not get(rollout, "qat", "enable"):
+        refused.append(f"quantization={kind} (not known to be made of floats, which verl publishes, in every update)")
     if refused:
         raise UsageError(
             f"engines that pull do not take {', '.join(refused)}: leave it out of actor_rollout_ref.rollout, or set "
             "rollout.name=vllm (drop-in)"
         )
+
+
+def _within(given: Any, path: str) -> Any:
+    """Return what is under this path in options of vLLM, which may be JSON; None: nothing."""
+    for name in path.split("."):
+        if isinstance(given, str):
+            try:
+                given = msgspec.json.decode(given)
+            except msgspec.DecodeError:
+                return None  # which vLLM refuses
+        given = given.get(name) if isinstance(given, Mapping) else None
+    return given
 
 
 def draft_of(rollout: Any) -> str | None:

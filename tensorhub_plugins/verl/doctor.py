@@ -13,12 +13,15 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hydra import version
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import ListConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.verl import checks, config, driver, stock
@@ -34,6 +37,8 @@ COMMANDS = {
 }
 PATHS = (
     "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.tokenizer_path",
+    "actor_rollout_ref.model.hf_config_path",
     "actor_rollout_ref.model.lora_adapter_path",
     "critic.model.path",
     "reward.reward_model.model_path",
@@ -45,6 +50,7 @@ PATHS = (
     "actor_rollout_ref.rollout.agent.agent_loop_config_path",
     "actor_rollout_ref.rollout.multi_turn.tool_config_path",
 )
+OWN_CONFIGURATIONS = "hydra.searchpath=[pkg://verl.trainer.config]"
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # environment of verl
 PACKAGE = "tensorhub_plugins.verl"
 
@@ -58,6 +64,7 @@ def look(outlook: Outlook, arguments: Sequence[str]) -> None:
     """Ask everything of this command line."""
     words = command_line.words_of(arguments, COMMANDS, "verl.trainer.main_ppo")
     root = compose(words, outlook)
+    outlook.ask(check_kinds, words, root)
     if not checks.concerns_store(root):
         backend = f"{checks.ENGINE}.backend"
         raise UsageError(
@@ -75,6 +82,35 @@ def look(outlook: Outlook, arguments: Sequence[str]) -> None:
         "whether the cluster has these GPUs and this memory; what is in the data, in reward functions and in agent "
         "loops; what vLLM says of the model"
     )
+
+
+def check_kinds(words: Words, root: Any) -> None:
+    """Check that no number, and no yes or no, of verl's own configuration was given as another word: verl stops where
+    it first counts with it, and takes every word for a yes, `no` and `off` as well."""
+    options = _given(words.arguments)
+    places = [one for one in options.overrides if one.startswith("hydra.searchpath=")] or [OWN_CONFIGURATIONS]
+    try:
+        plain = _compose(words.command, options, _name_of(words, options), places)
+    except HydraException:  # a configuration of a user's own, that is none without an override
+        return
+    given, own = (OmegaConf.to_container(config, resolve=False) for config in (root, plain))
+    wrong = [
+        f"{name} is {value!r}: give {'true or false' if isinstance(was, bool) else 'a number'}, as verl's own {was!r}"
+        for name, value, was in _words_for_numbers(given, own, "")
+        if name not in checks.NUMBERS  # which are looked at closer
+    ]
+    if wrong:
+        raise UsageError("; ".join(wrong))
+
+
+def _words_for_numbers(given: Any, own: Any, above: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of each word in the place of a number, the word, and that number."""
+    for name, was in own.items():
+        value = given.get(name)
+        if isinstance(was, dict) and isinstance(value, dict):
+            yield from _words_for_numbers(value, was, f"{above}{name}.")
+        elif isinstance(was, int | float) and isinstance(value, str) and not value.startswith("${"):
+            yield f"{above}{name}", value, was
 
 
 def check_found(root: Any) -> None:
@@ -122,26 +158,21 @@ def compose(words: Words, outlook: Outlook) -> Any:
     """Return verl's configuration for these words, put together as Hydra does it for verl's command. Overrides that
     verl does not take are kept in `outlook`, all of them, and left out. Raise UsageError where there is no
     configuration at all."""
-    from hydra import version
-    from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
-    from omegaconf.errors import OmegaConfBaseException
-
     version.setbase(None)  # as verl's commands are decorated
     given = _given(words.arguments)
-    name = (given.config_name or COMMANDS[words.command]).removesuffix(".yaml")
+    name = _name_of(words, given)
     overrides = list(given.overrides)
-    own = "hydra.searchpath=[pkg://verl.trainer.config]"
     while True:
         try:
             return _compose(words.command, given, name, overrides)
         except MissingConfigException as error:
-            if own in overrides or "Could not load 'ppo_" not in str(error):
+            if OWN_CONFIGURATIONS in overrides or "Could not load 'ppo_" not in str(error):
                 raise _not_taken(error) from error
-            overrides.append(own)
+            overrides.append(OWN_CONFIGURATIONS)
             if not words.is_submitted:
                 outlook.refuse(
                     f"verl's {name}.yaml includes what lies in verl/trainer/config of the folder that verl is started "
-                    f"in: start it there, or add {own} ({_one_line(error)})"
+                    f"in: start it there, or add {OWN_CONFIGURATIONS} ({_one_line(error)})"
                 )
         except ConfigCompositionException as error:
             refusal = _not_taken(error)
@@ -155,6 +186,10 @@ def compose(words: Words, outlook: Outlook) -> Any:
             overrides = others + [f"++{one.lstrip('+')}" for one in overrides if exists and meant[one] == key[1]]
         except (HydraException, OmegaConfBaseException) as error:
             raise _not_taken(error) from error
+
+
+def _name_of(words: Words, given: Any) -> str:
+    return str(given.config_name or COMMANDS[words.command]).removesuffix(".yaml")
 
 
 def _not_taken(error: Exception) -> UsageError:

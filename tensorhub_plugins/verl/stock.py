@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.verl import checks
+from tensorhub_plugins.vllm.model_size import folder_of
 from tensorhub_plugins.vllm.names import NAME as OURS
 from tensorhub_plugins.vllm.outlook import Outlook
 from tensorhub_plugins.vllm.plugin import replaced
@@ -53,6 +54,9 @@ def ask(outlook: Outlook, command: str, root: Any) -> None:
         _ask(outlook, "its engines", engines, root)
         _ask(outlook, "algorithm.adv_estimator", _estimator, root)
         _ask(outlook, "the trainer's strategy", _strategies, root)
+        for name, look_up in NAMES.items():
+            _ask(outlook, name, _name, name, look_up, root)
+        _ask(outlook, "its samplers", _samplers, root.actor_rollout_ref.rollout)
 
 
 def _ask(outlook: Outlook, what: str, question: Callable[..., Any], *arguments: Any) -> Any:
@@ -183,15 +187,19 @@ def _check_server(rollout: Any, model: Any, gpus: int) -> None:
         vars(server)["told"] = args
 
     server: Any = object.__new__(vllm_async_server.vLLMHttpServer)
-    with open_dict(model):  # which is not read here
-        model.local_path, model.hf_config = "model", {}
+    length = _length_of(model.path)
+    with open_dict(model):  # of which no more is read here
+        model.local_path, model.hf_config = "model", {"max_position_embeddings": length}
     vars(server).update(config=rollout, model_config=model, node_rank=0, replica_rank=0, nnodes=1, gpus_per_node=gpus)
     vars(server).update(workers=[None] * gpus, _master_address=None, _dp_rpc_port=None, _disaggregation_role="null")
     vars(server).update(_should_profile=lambda: False, run_server=run_server)
     if rollout.quantization in (None, "fp8"):  # which changes vLLM
         vars(server).update(_apply_quantization=lambda: (rollout.quantization, {}))
+    if length is not None:
+        server._validate_configs()
     with replaced(vllm_async_server, FlexibleArgumentParser=Parser):
         asyncio.run(server.launch_server())
+    _check_scheduler(server.told)
     for name, option in PARALLEL.items():
         size = getattr(server.told, name, 1)
         if size != (getattr(rollout, option) if option else 1):
@@ -205,6 +213,32 @@ def _check_server(rollout: Any, model: Any, gpus: int) -> None:
             f"actor_rollout_ref.rollout.load_format is {loader!r}, by which no engine of verl gets its weights: set "
             "dummy, or auto for what is on disk"
         )
+
+
+def _length_of(path: Any) -> int | None:
+    """Return how many tokens this model takes, as verl reads it; None: it is not here, or does not say."""
+    import transformers
+    from verl.workers.rollout.utils import get_max_position_embeddings
+
+    with contextlib.suppress(Exception):
+        return int(get_max_position_embeddings(transformers.AutoConfig.from_pretrained(folder_of(path))))
+    return None
+
+
+def _check_scheduler(told: Any) -> None:
+    """Have vLLM look at the sizes of its batches and its share of a GPU, of which its parser takes any number. What it
+    says of the model is not asked: this may be a node without a GPU."""
+    from vllm.config import CacheConfig, SchedulerConfig
+
+    sizes = {name: getattr(told, name) for name in ("max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill")}
+    length = told.max_model_len or told.max_num_batched_tokens
+    try:
+        CacheConfig(gpu_memory_utilization=told.gpu_memory_utilization)
+        SchedulerConfig.default_factory(max_model_len=length, **sizes)
+    except ValueError as error:
+        found: list[Any] = getattr(error, "errors", list)()  # pydantic's
+        words = "; ".join(" ".join([*map(str, one["loc"]), one["msg"].removeprefix("Value error, ")]) for one in found)
+        raise UsageError(f"vLLM does not take what actor_rollout_ref.rollout says: {words or error}") from error
 
 
 def _estimator(root: Any) -> None:
@@ -234,6 +268,101 @@ def _strategies(root: Any) -> None:
         if name not in known:
             names = ", ".join(sorted({*known, *not_here} - {"base", "utils"}))
             raise UsageError(f"{option} is {name!r}, which verl does not know: choose one of {names}")
+
+
+def _name(option: str, look_up: Callable[[Any, Any], Any], root: Any) -> None:
+    """Have verl look up what this option names, which it does minutes after its start. Refuse what it does not know."""
+    value = OmegaConf.select(root, option)
+    try:
+        if value is not None:
+            look_up(value, root)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{option} is {value!r}, which verl does not know: {' '.join(str(error).split()) or 'correct it'}"
+        ) from error
+
+
+def _policy_loss(name: Any, root: Any) -> None:
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    get_policy_loss_fn(name)
+
+
+def _divergence(name: Any, root: Any) -> None:
+    import torch
+    from verl.trainer.ppo.core_algos import kl_penalty
+
+    if root.actor_rollout_ref.actor.use_kl_loss or root.algorithm.use_kl_in_reward:
+        kl_penalty(torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), name)
+
+
+def _truncation(name: Any, root: Any) -> None:
+    import torch
+    from verl.utils.torch_functional import postprocess_data
+
+    one = torch.ones(1, 1, dtype=torch.int64)
+    postprocess_data(one, one, max_length=1, pad_token_id=0, truncation=name)
+
+
+def _dtype(name: Any, root: Any) -> None:
+    from verl.utils.torch_dtypes import PrecisionType
+
+    PrecisionType.to_dtype(name)
+
+
+def _reward_manager(name: Any, root: Any) -> None:
+    from verl.trainer.ppo.reward import resolve_reward_manager_cls
+
+    if root.reward.reward_manager.source == "register":  # else it is in a file of the job's
+        resolve_reward_manager_cls(root)
+
+
+def _loggers(given: Any, root: Any) -> None:
+    from verl.utils.tracking import Tracking
+
+    known = {*Tracking.supported_backend, "tracking"}
+    if strange := [name for name in ([given] if isinstance(given, str) else given) if name not in known]:
+        raise ValueError(f"{strange[0]} is none of {', '.join(sorted(known))}")
+
+
+def _agent_loop(name: Any, root: Any) -> None:
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry as known
+
+    if root.actor_rollout_ref.rollout.agent.agent_loop_config_path is None and name not in known:  # which adds others
+        raise ValueError(f"it is none of {', '.join(known)}")
+
+
+def _tool_format(name: Any, root: Any) -> None:
+    from verl.experimental.agent_loop.tool_parser import ToolParser
+
+    if root.actor_rollout_ref.rollout.agent.default_agent_loop == "tool_agent":
+        ToolParser.get_tool_parser(name, None)
+
+
+NAMES: dict[str, Callable[[Any, Any], None]] = {
+    "actor_rollout_ref.actor.policy_loss.loss_mode": _policy_loss,
+    "actor_rollout_ref.actor.kl_loss_type": _divergence,
+    "algorithm.kl_penalty": _divergence,
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": _dtype,
+    "reward.reward_manager.name": _reward_manager,
+    "data.truncation": _truncation,
+    "trainer.logger": _loggers,
+    "actor_rollout_ref.rollout.agent.default_agent_loop": _agent_loop,
+    "actor_rollout_ref.rollout.multi_turn.format": _tool_format,
+}
+
+
+def _samplers(rollout: Any) -> None:
+    """Have vLLM look at what every request will be sampled with."""
+    from vllm import SamplingParams
+
+    for place, given in (("", rollout), ("val_kwargs.", rollout.val_kwargs)):
+        try:
+            SamplingParams(temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, max_tokens=1)
+        except Exception as error:
+            raise UsageError(f"vLLM does not take actor_rollout_ref.rollout.{place}*: {error}") from error
 
 
 def _set_right(root: Any) -> None:

@@ -18,8 +18,9 @@ from command_lines import STARTS, asked, stand_in_for_vllm, table, words_of
 TABLE = table()
 ROWS = TABLE["rows"]
 HERE = "openrlhf" if find_spec("openrlhf") else "verl"  # they cannot be installed together
-# What the frameworks find out only after Ray was started: verl's trainers, and files that are not there.
-LATER = ("verl: ", "not on this machine: ")
+# What the frameworks find out only after Ray was started: verl's trainers and loggers, batches that ranks do not
+# divide, and files that are not there.
+LATER = ("verl: ", "not on this machine: ", "trainer.logger is ", "actor_rollout_ref.actor.ppo_mini_batch_size (32) ")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: Path(row["script"]).stem)

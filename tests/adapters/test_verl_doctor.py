@@ -7,7 +7,7 @@ from command_lines import stand_in_for_vllm
 
 pytest.importorskip("verl", reason="its configuration is read")
 
-from tensorhub_plugins.core import start_server  # noqa: E402
+from tensorhub_plugins.core import UsageError, start_server  # noqa: E402
 from tensorhub_plugins.core.cli import main as command  # noqa: E402
 from tensorhub_plugins.verl import checks, config, doctor, stock  # noqa: E402
 from tensorhub_plugins.vllm.command_line import folder_of, words_of  # noqa: E402
@@ -40,6 +40,7 @@ FULLY_ASYNC = [
     *("data.train_batch_size=0", "data.gen_batch_size=1", f"{ROLLOUT}.calculate_log_probs=True"),
 ]
 OPTIONS = f"+{config.WHERE}"
+SIZE = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +157,7 @@ def test_everything_that_is_wrong_is_said_at_once(job):
         (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=true"], "do not take enable_lora"),
         (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.load_format=bitsandbytes"], "do not take load_format (they start"),
         (FULLY_ASYNC, [f"+{ROLLOUT}.engine_kwargs.vllm.quantization=bitsandbytes"], "quantization=bitsandbytes (not"),
-        (ONE_STEP_OFF, [f"{ROLLOUT}.quantization=torchao"], "do not take quantization=torchao (not known to follow"),
+        (ONE_STEP_OFF, [f"{ROLLOUT}.quantization=torchao"], "do not take quantization=torchao (not known to be"),
         (
             ONE_STEP_OFF,
             [f"+{ROLLOUT}.engine_kwargs.vllm.cpu_offload_gb=4"],
@@ -226,6 +227,14 @@ def test_lines_that_cannot_run_are_refused(mode, arguments, says, job):
         ("data.train_batch_size=abc", "data.train_batch_size is 'abc'"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=abc", "actor_rollout_ref.actor.ppo_mini_batch_size is 'abc'"),
         (f"{checks.SYNC_STEP}=0 data.train_batch_size=16", "parameter_sync_step is 0: give a whole number, 1 or more"),
+        (f"{ROLLOUT}.n=0", f"{ROLLOUT}.n is 0: give a whole number, 1 or more"),
+        (f"{ROLLOUT}.n=1.5", f"{ROLLOUT}.n is 1.5"),
+        (f"{ROLLOUT}.val_kwargs.n=0", f"{ROLLOUT}.val_kwargs.n is 0"),
+        (f"{ROLLOUT}.agent.num_workers=0", f"{ROLLOUT}.agent.num_workers is 0"),
+        ("data.max_response_length=-3", "data.max_response_length is -3"),
+        ("trainer.val_before_train=no", "trainer.val_before_train is 'no': give true or false, as verl's own True"),
+        ("actor_rollout_ref.actor.optim.lr=abc", "optim.lr is 'abc': give a number, as verl's own 1e-06"),
+        ("actor_rollout_ref.actor.entropy_coeff=x", "actor.entropy_coeff is 'x': give a number, as verl's own 0"),
         (f"{OPTIONS}=3", f"{config.WHERE} is 3: it has options, such as {config.WHERE}.keep=2"),
     ],
 )
@@ -257,6 +266,52 @@ INNER = ("rollout.name", "rollout.tensor", "rollout.disagg", "rollout.mode", "mo
 @pytest.mark.parametrize("mode", [SEPARATE, ONE_STEP_OFF, FULLY_ASYNC])
 def test_these_modes_run_as_they_are(mode, job):
     assert not looked([*mode, *PULL, *job]).wrong
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspoo", "which verl does not know: Unsupported loss mode: gs"),
+        ("actor_rollout_ref.actor.kl_loss_type=k9 actor_rollout_ref.actor.use_kl_loss=True", "kl_loss_type is 'k9'"),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf15", "unexpected precision: bf15"),
+        ("reward.reward_manager.name=naivee", "reward.reward_manager.name is 'naivee'"),
+        ("trainer.logger=[console,wandbb]", "wandbb is none of clearml, console"),
+        ("data.truncation=lefty", "data.truncation is 'lefty', which verl does not know"),
+        (f"{ROLLOUT}.agent.default_agent_loop=tool", "is 'tool', which verl does not know: it is none of single_turn_"),
+        (f"{ROLLOUT}.agent.default_agent_loop=tool_agent {ROLLOUT}.multi_turn.format=h", "Unknown tool parser: h"),
+        ("actor_rollout_ref.model.tokenizer_path=/not/here", "not on this machine: actor_rollout_ref.model.tokenizer_"),
+        (f"{ROLLOUT}.temperature=-1", f"vLLM does not take {ROLLOUT}.*: temperature must be non-negative"),
+        (f"{ROLLOUT}.val_kwargs.top_p=3", f"vLLM does not take {ROLLOUT}.val_kwargs.*: top_p must be in (0, 1]"),
+        (f"{ROLLOUT}.gpu_memory_utilization=90", "gpu_memory_utilization Input should be less than or equal to 1"),
+        (f"{ROLLOUT}.max_num_batched_tokens=100", "(100) must be greater than or equal to max_num_seqs (256)"),
+        (f"{ROLLOUT}.max_model_len=5000", "verl: max_model_len (5000) should be less than or equal to max_position_e"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size=3",
+            "fsdp_size is 3, and the trainer's 8 ranks are no multiple",
+        ),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=3", "8 ranks, which is no multiple of 3 (actor_rollo"),
+        (f"{SIZE} {checks.SYNC_STEP}=16", "(4) times actor_rollout_ref.rollout.n (1) is no multiple of the 8 ranks th"),
+    ],
+)
+def test_what_verl_and_vllm_would_stop_at_minutes_later_is_refused(word, says, job):
+    (wrong,) = looked([*SEPARATE, *PULL, *job, *word.split()]).wrong
+    assert says in wrong
+
+
+def test_what_verl_and_vllm_take_is_fine(job):
+    """The control."""
+    more = [f"{SIZE} {checks.SYNC_STEP}=16 {ROLLOUT}.n=2 actor_rollout_ref.actor.fsdp_config.fsdp_size=4"]
+    more += ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.kl_loss_type=k9"]  # not used
+    more += [f"trainer.logger=[console] data.truncation=middle {ROLLOUT}.agent.default_agent_loop=tool_agent"]
+    more += [f"{ROLLOUT}.temperature=0.7 {ROLLOUT}.top_p=0.9 {ROLLOUT}.top_k=50 {ROLLOUT}.max_model_len=2048"]
+    assert not looked([*SEPARATE, *PULL, *job, *" ".join(more).split()]).wrong
+
+
+def test_numbers_may_be_of_another_kind_and_refer_to_others(job):
+    """The control of words that are refused above."""
+    more = ["trainer.balance_batch=1", f"{ROLLOUT}.top_p=0.9", "actor_rollout_ref.actor.grad_clip=1"]
+    more += [f"{ROLLOUT}.max_num_seqs=${{data.train_batch_size}}", "trainer.total_training_steps=3"]
+    assert not looked([*SEPARATE, *PULL, *job, *more]).wrong
 
 
 def test_what_vllm_is_told_to_do_with_the_gpus_that_it_has_is_fine(job):
@@ -412,7 +467,34 @@ def test_the_lines_of_the_readme_are_what_a_node_of_eight_takes(job):
     assert "GPUs: 8 are needed (4 for the trainer, 4 for 2 engines of 2)" in outlook.said
 
 
-def test_the_quantization_that_is_refused_is_what_workers_refuse():
-    from tensorhub_plugins.vllm.worker import online
+def test_what_workers_refuse_is_refused():
+    """By the tables that they go by (vllm/worker); verl itself sets the load format."""
+    from tensorhub_plugins.vllm.worker import addresses, online
 
-    assert checks.OPAQUE == online.OPAQUE
+    assert not {*online.OPAQUE, "mxfp4"} & set(checks.OF_FLOATS)
+    ends = {path.rpartition(".")[2] for path in checks.REFUSED_BY_WORKERS}
+    assert {path.rpartition(".")[2] for path, *_ in addresses.ELSEWHERE} <= ends | {"load_format"}
+
+
+@pytest.mark.parametrize(
+    ("given", "is_refused"),
+    [
+        ({"compilation_config": {"inductor_compile_config": {"freezing": True}}}, True),
+        ({"compilation_config": '{"inductor_compile_config": {"freezing": true}}'}, True),
+        ({"compilation-config": {"inductor_compile_config": {"freezing": False}}}, False),
+        ({"compilation_config": "{broken"}, False),  # which vLLM's own parser refuses
+        ({"quantization": "mxfp4"}, True),
+        ({"quantization": "awq"}, True),
+        ({"quantization": "fp9"}, True),
+        ({"quantization": "fp8_per_channel"}, False),
+        ({}, False),
+    ],
+)
+def test_engines_that_no_version_would_reach_are_refused(given, is_refused):
+    rollout = {"engine_kwargs": {"vllm": given}}
+    if not is_refused:
+        checks.check_engine_kwargs(rollout)
+        checks.check_engine_kwargs({"engine_kwargs": {"vllm": {"quantization": "modelopt"}}, "qat": {"enable": True}})
+        return
+    with pytest.raises(UsageError, match="engines that pull do not take"):
+        checks.check_engine_kwargs(rollout)

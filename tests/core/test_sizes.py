@@ -23,7 +23,7 @@ CEILINGS = {
     "core/transfer": 1_974,
     "core/transports": 7_272,
     "openrlhf": 2_580,
-    "verl": 4_045,
+    "verl": 4_262,
     "vllm": 9_118,
     "vllm/doctor": 860,
     "vllm/worker": 5_520,
