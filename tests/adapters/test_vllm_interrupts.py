@@ -9,11 +9,13 @@ import multiprocessing
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tensorhub_plugins.vllm.interrupts import ends_at_signals
+from tensorhub_plugins.vllm.worker import extension
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +67,16 @@ def test_a_core_that_ends_does_not_look_for_garbage(is_core: bool, monkeypatch: 
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     assert is_frozen == is_core
+
+
+@pytest.mark.parametrize("name", ["VllmWorker-0", "MainProcess"])
+def test_a_worker_that_ends_does_not_look_for_garbage_either(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: an engine in the process of its caller, which makes the next one."""
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: SimpleNamespace(name=name))
+    extension._shutdown(lambda: None, SimpleNamespace())
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    assert is_frozen == name.startswith("VllmWorker")
 
 
 def test_what_fails_by_itself_is_raised_as_it_is() -> None:

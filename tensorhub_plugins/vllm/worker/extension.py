@@ -36,7 +36,9 @@ Never another model's bytes
 
 from __future__ import annotations
 
+import gc
 import inspect
+import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -354,6 +356,8 @@ def _execute_model(original: Any, worker: Any, scheduled: Any, *args: Any, **kwa
 def _shutdown(original: Any, worker: Any) -> None:
     leave(_model(worker), hands_over=True)
     original()
+    if multiprocessing.current_process().name.startswith("VllmWorker"):
+        gc.freeze()  # as in interrupts.py; where vLLM runs in the process of its caller, that goes on
 
 
 def _sleep(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
