@@ -391,7 +391,7 @@ def on_host(flat: torch.Tensor) -> torch.Tensor:
 
 def synchronize(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for all that is queued on the devices of these tensors; for host memory, on all that are in use."""
-    tensors = list(tensors)
-    for device in {device for tensor in tensors if (device := of(tensor)) is not None}:
+    found = {of(tensor) for tensor in tensors}  # one pass, which the caller's iterable may end at a deadline
+    used = _platforms[-1].in_use() if None in found else ()
+    for device in {device for device in (*found, *used) if device is not None}:
         device.synchronize()
-    settle_host(tensors)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transport_suite import sample_tensors
 from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec
+from tensorhub_plugins.core.memory import runs
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
@@ -43,6 +45,22 @@ def test_what_was_cut_off_a_mapped_file_is_damaged(tmp_path, kept):
             found = slab.damaged(manifest), slab.damaged(manifest, [1, 3])
             os._exit(found == ([k for k in range(4) if k >= kept], [k for k in (1, 3) if k >= kept]))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+@pytest.mark.parametrize("step", [1, 2, 128], ids=["side by side", "with gaps", "apart"])
+def test_each_page_is_looked_at_once_however_many_tensors_it_has(monkeypatch, step):
+    """Each call to the system may lose the GIL: with one for each tensor 150,000 took seconds."""
+    block = torch.zeros(64 * 4096 * 4, dtype=torch.uint8)
+    starts, asked = range(0, 64 * 4096, 64 * step), list[tuple[int, int]]()
+    with Slab.adopt({f"w{at}": block[4 * at : 4 * at + 48] for at in starts}) as slab:
+        touched = {byte // 4096 for first, size in slab.addresses().tolist() for byte in (first, first + size - 1)}
+        monkeypatch.setattr(
+            runs, "_libc", SimpleNamespace(madvise=lambda first, size, _: asked.append((first.value, size.value)) or 0)
+        )
+        assert slab.damaged(slab.manifest(1 << 20), [0]) == []
+    pages = [page for first, size in asked for page in range(first // 4096, (first + size) // 4096)]
+    assert set(pages) == touched and len(pages) == len(touched)
+    assert len(asked) == (len(starts) if step == 128 else 1)
 
 
 # --- the stream ---
