@@ -85,7 +85,8 @@ class History(OfThisProcess):
         """Withdraw a bad version: no reader gets it any more, and reads of it are stopped (VersionGone).
 
         Followers that run it return to the newest other one that is held. So keep two, with `retain(newest=2)`. It
-        stays withdrawn; good weights need another number. Raise UsageError if there never was such a version.
+        stays withdrawn; good weights need another number. One of which some shards are still to come never appears.
+        Raise UsageError if there never was any of such a version.
         """
         number = types.check_version(version)
         self._ask(lambda n: messages.Withdraw(n, number, timeout_s), timeout_s)

@@ -215,7 +215,8 @@ def _cannot_pin(history: History, number: int) -> str | None:
 def _cannot_withdraw(history: History, number: int, new: Directive) -> str | None:
     if number not in new.withdrawn:
         return f"version {number} cannot be withdrawn: {WITHDRAWN_MAX} newer ones are, and no more are remembered"
-    if number in history.withdrawn or number <= history.newest_visible:
+    version = history.versions.get(number)  # some of its shards may be here, and others be published right now
+    if number in history.withdrawn or number <= history.newest_visible or (version is not None and version.holdings):
         return None
     return f"version {number} cannot be withdrawn because it was never published; held: {listed(history)}"
 

@@ -98,15 +98,23 @@ class Publishing:
         )
 
     def cannot_be_new(self, worker: Worker, announced: m.Holding) -> str | None:
-        """Return why a withdrawn version cannot be published again; a worker that has just read it may report it."""
-        number = announced.key.version
-        is_here = announced.origin == "replicated" or announced.key in worker.holdings
-        if number not in worker.history.withdrawn or is_here:
+        """Return why a withdrawn version cannot be published again. A worker that has just read it may report it, and
+        the last shards may come of a version that was withdrawn while its replica published it."""
+        number, key = announced.key.version, announced.key
+        is_here = announced.origin == "replicated" or key in worker.holdings
+        if number not in worker.history.withdrawn or is_here or self._is_missing(worker, key):
             return None
         return (
             f"version {number} was withdrawn and cannot be published again: publish under a higher number, or call "
             "Client.begin when a run starts again"
         )
+
+    def _is_missing(self, worker: Worker, key: ShardKey) -> bool:
+        """Return whether others of this replica hold their shards of this version, and this one is not there yet."""
+        version = worker.history.versions.get(key.version)
+        if version is None or (key.layout, key.shard_count, key.shard) in version.contents:
+            return False
+        return any(held.version == key.version for each in worker.history.members(worker) for held in each.holdings)
 
     def hold(self, worker: Worker, announced: m.Holding, now: float, *, as_of: int, offered: int = 0) -> str | None:
         """Record a holding; return what is wrong with it, if anything."""

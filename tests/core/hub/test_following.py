@@ -196,6 +196,23 @@ def test_a_withdrawn_version_is_not_published_again(scenario: Scenario) -> None:
     assert scenario.heard("trainer/0")[-1] == "refused UsageError"
 
 
+def test_what_is_withdrawn_while_its_shards_come_never_appears(scenario: Scenario) -> None:
+    """An operator's no counts for the shards that are on their way; those who publish them did nothing wrong."""
+    scenario.join_all("trainer/0", "trainer/1", "twin/1", "operator/0", shard_count=2)
+    scenario.publish("trainer/0", 1)
+    assert direct(scenario, m.Withdraw, 1) == [] and directive(scenario).withdrawn == (1,)
+    scenario.publish("twin/1", 1)
+    assert scenario.heard("twin/1")[-1] == "refused UsageError"  # another replica
+    scenario.publish("trainer/1", 1)
+    assert scenario.heard("trainer/1") == ["Alive"]
+    assert not scenario.hub.registry.histories["run", "actor"].versions[1].was_visible
+    for rank in ("trainer/0", "trainer/1"):
+        scenario.unpublish(rank, 1)
+        assert scenario.heard(rank)[-1] == "unpublished"
+    scenario.publish("trainer/1", 1)
+    assert scenario.heard("trainer/1") == ["refused UsageError"]
+
+
 def test_the_lease_on_a_withdrawn_version_ends_with_the_readers_word(scenario: Scenario) -> None:
     operators_scene(scenario, 1, 2)
     lease = scenario.acquire("rollout/0")
