@@ -12,11 +12,11 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 4_345,
-    "core/client": 5_690,
+    "core/client": 5_700,
     "core/deltas": 685,
     "core/hub": 5_680,
     "core/kernels": 560,
-    "core/memory": 3_775,
+    "core/memory": 3_790,
     "core/operations": 1_820,
     "core/protocol": 1_193,
     "core/security": 720,

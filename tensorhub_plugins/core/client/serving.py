@@ -196,9 +196,10 @@ class Serving:
         except HubUnreachable:  # it may be the last copy; a hub that is back says when it may go
             log.warning("%s: version %d is kept, the hub does not answer", self.worker, next(iter(ticket)).version)
             reply = messages.Unpublished(0, must_retain=True)
-        damaged = self._check_sample(ticket, Deadline(max(deadline, time.monotonic() + SAMPLE_S)))
+        damaged = self._check_adopted(ticket, Deadline(max(deadline, time.monotonic() + SAMPLE_S)))
         deadline = Deadline(max(deadline, time.monotonic() + RETAIN_S))
         try:
+            damaged += self._check_adopted(ticket, deadline, moves=True) if reply.must_retain else ()
             self._decide(lambda: self._shelf.unpublished(ticket, keep=reply.must_retain), deadline)
         except DeadlineExceeded as error:
             text = "the last copy could not be moved to host memory in time: it is offered on, and must not change yet"
@@ -251,20 +252,24 @@ class Serving:
         except TensorHubError as error:
             log.info("%s: cannot look into what a reader says of %s: %s", self.worker, key, error)
 
-    def _check_sample(self, keys: Iterable[ShardKey], deadline: Deadline) -> list[str]:
-        """Check some segments of tensors published in place, so that writes to them meanwhile are reported."""
+    def _check_adopted(self, keys: Iterable[ShardKey], deadline: Deadline, *, moves: bool = False) -> list[str]:
+        """Check some segments of tensors published in place, so that writes to them meanwhile are reported; or (moves:
+        they are about to be copied) that all of them are still there."""
         with self._changed:
             found = {key: self._shelf.find(key) for key in keys}
         offers = {key: offer for key, offer in found.items() if offer is not None and offer.slab.kind == "adopted"}
         names: list[str] = []
-        with suppress(DeadlineExceeded):  # they may be of very many tensors
+        with suppress(*() if moves else (DeadlineExceeded,)):  # they may be of very many tensors
             for key, offer in offers.items():
-                names += self._check(key, sample(offer.manifest.segment_count, key.version), deadline)
+                segments = None if moves else sample(offer.manifest.segment_count, key.version)
+                names += self._check(key, segments, deadline, moves=moves)
         return names
 
-    def _check(self, key: ShardKey, segments: Sequence[int] | None, deadline: Deadline = NEVER) -> tuple[str, ...]:
-        """Return the tensors whose bytes, in these segments (None: all), do not have their digests: then the shard is
-        no longer offered."""
+    def _check(
+        self, key: ShardKey, segments: Sequence[int] | None, deadline: Deadline = NEVER, *, moves: bool = False
+    ) -> tuple[str, ...]:
+        """Return the tensors whose bytes, in these segments (None: all), do not have their digests, or (moves) are
+        gone: then the shard is no longer offered."""
         with self._changed:
             ticket, offer = self._shelf.offering(key), self._shelf.find(key)
         if offer is None:
@@ -276,7 +281,8 @@ class Serving:
         try:
             if segments is not None:
                 segments = [k for k in segments if k < offer.manifest.segment_count and offer.poll_ready(k, 0.0)]
-            found = offer.slab.damaged(offer.manifest, segments, deadline=deadline)
+            look = offer.slab.gone if moves else offer.slab.damaged
+            found = look(offer.manifest, segments, deadline=deadline)
         finally:
             offer.detach(reader)
         if not found:

@@ -372,15 +372,7 @@ class Slab(OfThisProcess):
         self._check_open()
         if not manifest.has_digests:
             return []
-        wanted = range(manifest.segment_count) if segments is None else segments
-        storages = dict(zip(self._tensors, self._storages, strict=True)) if self._storages else {}
-        gone = [
-            k
-            for k in until(deadline, wanted if storages else (), 1)
-            if any(self._is_freed(s.name, storages[s.name]) for s in until(deadline, manifest.specs_in([k])))
-            or not can_be_read(self.addresses(*manifest.segment_range(k)))
-        ]
-        if gone:
+        if gone := self.gone(manifest, segments, deadline=deadline):
             return gone  # there is nothing left to read
         digest = partial(self.digest, algorithm=manifest.digest_algorithm)
         if segments is None:
@@ -390,6 +382,18 @@ class Slab(OfThisProcess):
             now = msgspec.structs.replace(manifest, digests=found)
             return [k for k in range(manifest.segment_count) if now.digest(k) != manifest.digest(k)]
         return [k for k in until(deadline, segments, 1) if digest(*manifest.segment_range(k)) != manifest.digest(k)]
+
+    def gone(self, manifest: Manifest, segments: Sequence[int] | None = None, *, deadline: float = NEVER) -> list[int]:
+        """Return which of these segments (None: all) of adopted tensors are not there any more: to read their memory,
+        which was freed or is the rest of a mapped file that was cut off, would end the process."""
+        wanted = range(manifest.segment_count) if segments is None else segments
+        storages = dict(zip(self._tensors, self._storages, strict=True)) if self._storages else {}
+        return [
+            k
+            for k in until(deadline, wanted if storages else (), 1)
+            if any(self._is_freed(s.name, storages[s.name]) for s in until(deadline, manifest.specs_in([k])))
+            or not can_be_read(self.addresses(*manifest.segment_range(k)))
+        ]
 
     def addresses(self, start: int = 0, stop: int | None = None) -> Extents | None:
         """Return where a stream range lies in this process's memory; None on a device, or where it is scattered."""

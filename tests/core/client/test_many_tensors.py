@@ -223,9 +223,10 @@ def test_an_unpublish_compares_its_sample_no_longer_than_it_has_time(pair, monke
         raise DeadlineExceeded("the deadline passed")
 
     monkeypatch.setattr(slab.Slab, "damaged", takes_long)
-    assert pair["trainer"].unpublish(1, timeout_s=timeout_s).damaged == ()
+    report = pair["trainer"].unpublish(1, timeout_s=timeout_s)
+    assert report.damaged == ()
     assert len(given) == 1 and given[0] <= max(timeout_s, SAMPLE_S)
-    assert pair["trainer"].serving() == []
+    assert bool(pair["trainer"].serving()) == report.kept  # as where a busy hub does not answer in no time
 
 
 def test_a_last_copy_that_is_not_moved_in_time_is_offered_on(pair, monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -15,6 +17,7 @@ from client_stage import HELD, RUNTIME, SOON_S, holders, leases, until
 from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, ShardKey, UsageError, VersionGone, start_server
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client import arguments
+from tensorhub_plugins.core.client.serving import sample
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.process import machine
 from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE
@@ -29,6 +32,31 @@ def is_open(inode: int) -> bool:
             if os.stat(f"/proc/self/fd/{name}").st_ino == inode:
                 return True
     return False
+
+
+PROGRAM = """
+import os, sys, torch
+from tensorhub_plugins.core import Client
+_, address, path, cut = sys.argv
+size = os.path.getsize(path)
+file = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+with Client(address, run=path[-200:], model="actor", replica="trainer", transports=("tcp",)) as trainer:
+    segments = trainer.publish(2, {"a": file[: size // 2], "b": file[size // 2 :]}, copy=False).manifest.segment_count
+    os.truncate(path, size - int(cut))
+    found = trainer.unpublish(2)
+    print(segments, found.kept, found.damaged, len(trainer.serving()))
+"""
+
+
+@pytest.mark.parametrize("cut", [0, 4096], ids=["control", "cut off"])
+def test_a_last_copy_whose_file_was_cut_off_ends_no_trainer(stage, tmp_path, cut):
+    """Between the segments that an unpublish samples: who copies the rest to host memory is ended by SIGBUS."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 << 20))
+    command = [sys.executable, "-c", PROGRAM, stage.address, str(path), str(cut)]
+    said = subprocess.run(command, timeout=4 * SOON_S, stdout=subprocess.PIPE, text=True).stdout.split(maxsplit=1)
+    assert int(said[0]) - 1 not in sample(int(said[0]), 2)
+    assert said[1].strip() == ("False ('b',) 0" if cut else "True () 1")
 
 
 def test_a_release_that_comes_late_leaves_alone_what_was_published_since(stage):
