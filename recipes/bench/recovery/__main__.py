@@ -2,6 +2,7 @@
 
     python -m recipes.bench.recovery                  # 512 MB, five rounds
     python -m recipes.bench.recovery --mb 1024 --disk /mnt/checkpoints
+    python -m recipes.bench.recovery --link 1000 10000   # the checkpoint on another host, see link.py
 
 The checkpoint is a file of torch.save, as verl's of one rank, read with torch.load and copied into the
 parameters: from a disk after its pages were dropped, from the page cache, from tmpfs. The store is all that
@@ -26,11 +27,11 @@ from pathlib import Path
 
 import torch
 
+from recipes.bench.recovery import link
+from recipes.bench.recovery.trainer import TIMEOUT_S, copy, load, made, recovery
 from recipes.bench.results import save
-from tensorhub_plugins.core import Client, Held, Publisher, Recovery, contiguous_spec, start_server
+from tensorhub_plugins.core import Client, start_server
 
-TENSOR_SIZE_BYTES = 16_000_000
-TIMEOUT_S = 300.0
 TMPFS = "/dev/shm"
 
 
@@ -39,12 +40,15 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--disk", type=Path, default=Path.cwd(), help="a folder on the disk (default: this one)")
+    parser.add_argument("--link", type=float, nargs="+", help="Mbit/s between trainer and checkpoint, in turns")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    count = max(1, options.mb * 1_000_000 // TENSOR_SIZE_BYTES)
-    weights = {f"w{number}": torch.randn(TENSOR_SIZE_BYTES // 2).bfloat16() for number in range(count)}
+    if options.link:
+        save(options.json, {"mb": options.mb, "link": {mbit: link.measure(mbit, options) for mbit in options.link}})
+        return
+    weights = made(options.mb)
     parameters = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    copy = {name: torch.ones_like(tensor) for name, tensor in weights.items()}
+    target = {name: torch.ones_like(tensor) for name, tensor in weights.items()}
     seconds: dict[str, list[float]] = {}
     with (
         tempfile.TemporaryDirectory(dir=options.disk) as disk,
@@ -58,15 +62,15 @@ def main() -> None:
         _publish(server.address, weights, Path(disk))
         with _holder(server.address):
             ways: dict[str, Callable[[], object]] = {
-                "one copy": lambda: _copy(weights, copy),
-                "disk, cold": lambda: _load(files[disk], parameters),
-                "disk, in the page cache": lambda: _load(files[disk], parameters),
-                "tmpfs": lambda: _load(files[memory], parameters),
+                "one copy": lambda: copy(weights, target),
+                "disk, cold": lambda: load(files[disk], parameters),
+                "disk, in the page cache": lambda: load(files[disk], parameters),
+                "tmpfs": lambda: load(files[memory], parameters),
             }
             for _ in range(options.rounds):
                 for name in ("shm", "tcp"):
                     client = started.enter_context(_client(server.address, name))
-                    ways[f"store, {name}"] = partial(_recovery(client, parameters).resume, disk, TIMEOUT_S)
+                    ways[f"store, {name}"] = partial(recovery(client, parameters).resume, disk, TIMEOUT_S)
                 for way, call in ways.items():
                     for tensor in parameters.values():
                         tensor.zero_()
@@ -85,20 +89,11 @@ def main() -> None:
     save(options.json, {"mb": options.mb, "seconds": seconds})
 
 
-def _recovery(client: Client, weights: dict[str, torch.Tensor]) -> Recovery:
-    held = [Held(contiguous_spec(name, each.dtype, each.shape), each) for name, each in weights.items()]
-    publisher = Publisher(client, rank=0, ranks=1, worker="trainer/0", keep=1, timeout_s=TIMEOUT_S)
-    return Recovery(
-        publisher, "resumed_step", weights=lambda: held, held=lambda: held, by_parts=True, gather=lambda word: [word]
-    )
-
-
 def _publish(address: str, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Publish version 1, and leave its note."""
     client = Client(address, run="r", model="m", replica="publisher")
     client.publish(1, weights)
-    recovery = _recovery(client, weights)
-    recovery.note(folder)
+    recovery(client, weights).note(folder)
 
 
 def _holder(address: str) -> subprocess.Popen[str]:
@@ -116,15 +111,6 @@ def _holder(address: str) -> subprocess.Popen[str]:
 
 def _client(address: str, transport: str) -> Client:
     return Client(address, run="r", model="m", replica=f"trainer-{time.monotonic_ns()}", transports=[transport])
-
-
-def _load(file: Path, parameters: dict[str, torch.Tensor]) -> None:
-    _copy(torch.load(file, weights_only=False), parameters)
-
-
-def _copy(weights: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
-    for name, tensor in weights.items():
-        into[name].copy_(tensor)
 
 
 def _drop(file: Path) -> None:
