@@ -30,7 +30,7 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
     window_delta_times: int = 16  # as many, where an earlier version is here: what has changed is small
     rate_s: float = 0.1  # the shortest time over which a rate is measured
     # When a source counts as slow.
-    slow_s: float = 0.5  # without a segment, or a notice that the source itself waits
+    slow_s: float = 0.9  # without a segment, or a sign that it waits itself: with three missing, as one is late often
     slow_far_s: float = 2.0  # across data centres: a lost packet or a full queue is no reason to begin again
     waits_s: float = 10.0  # without a segment, whatever it says: twice what the source of a source has (stall_s)
     slow_segments: int = 8  # and not before so many could have come at its measured rate

@@ -135,6 +135,13 @@ def test_no_more_sources_are_asked_for_than_may_be_at_a_time():
         assert reason_for_more(state, LIMITS.slow_s + 0.1, LIMITS) == ("slow" if count < LIMITS.sources_max else None)
 
 
+def test_a_source_whose_notices_are_late_counts_as_slow_when_three_are_missing():
+    every_s = TransportLimits().alive_s
+    state = shard(range(10, 20), source(A, range(4)))
+    assert reason_for_more(state, 3.4 * every_s, LIMITS) is None, "the third may be on its way"
+    assert reason_for_more(state, 4.0 * every_s - 0.05, LIMITS) == "slow"
+
+
 @pytest.mark.parametrize("waited", [False, True])
 def test_a_source_that_waits_for_the_bytes_itself_does_not_count_as_slow(waited: bool):
     one = source(A, range(4), rate=100.0)
