@@ -15,6 +15,7 @@ from tensorhub_plugins.vllm.drafts import Source
 from tensorhub_plugins.vllm.names import NAME, adapter_id
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
+SECONDS = 0.001, float("inf")  # of an option that is one
 START_TIMEOUT_S = 600.0  # as long as vLLM itself waits for its engine (VLLM_ENGINE_READY_TIMEOUT_S)
 # Options of a worker that its client has under the same names.
 OF_CLIENTS = (
@@ -56,6 +57,7 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
         """Raise UsageError saying which key is wrong."""
         parsed = options.convert(config, WorkerConfig, where=where)
         options.check_store(parsed, where=where)
+        options.check_limits(parsed, {"connect_timeout_s": SECONDS}, where=where)
         run_log.use(parsed.events)
         if parsed.install == "direct" and parsed.serve_from == "host":
             raise UsageError('install="direct" keeps nothing in host memory: use serve_from="live"')
@@ -107,6 +109,8 @@ def parse(given: Mapping[str, Any] | None, vllm_config: Any) -> tuple[StartConfi
     where, rest = "model_loader_extra_config", dict(given or {})
     mine = {key: rest.pop(key) for key in StartConfig.__struct_fields__ if key in rest}
     start = options.convert(mine, StartConfig, where=where)
+    timed = ("start_timeout_s",) if start.start_timeout_s is not None else ()
+    options.check_limits(start, {"disk_version": (0, float("inf")), **dict.fromkeys(timed, SECONDS)}, where=where)
     backend = getattr(getattr(vllm_config, "weight_transfer_config", None), "backend", None)
     if start.follow and backend not in (None, NAME):
         raise UsageError(

@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 from vllm_engines import Engine, checkpoint, wait_until
 from vllm_ranks import alone, bytes_of_ranks, plans_of_ranks
 
-from tensorhub_plugins.core import Client, Server
-from tensorhub_plugins.vllm.config import WorkerConfig, of_rank
+from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.vllm.config import WorkerConfig, of_rank, parse
 from tensorhub_plugins.vllm.engine.core_follower import check_weights
 from tensorhub_plugins.vllm.worker.votes import first_name
 
@@ -253,3 +253,20 @@ def test_the_stages_of_a_pipeline_update_both_or_none(kind: str, models: Any, hu
             fetch_all(engine, version)
             assert is_version_of(engine, 3 - seed) and not is_version_of(engine, seed)
             assert install(engine, version) == [True, True] and is_version_of(engine, seed)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [("start_timeout_s", 0, 0.5), ("start_timeout_s", -1, None), ("disk_version", -1, 0)],
+)
+def test_numbers_that_cannot_be_meant_are_refused_by_name(option: str, value: float, allowed: float | None) -> None:
+    with pytest.raises(UsageError, match=f"option {option} is {value}.*: choose a number from 0"):
+        parse({"disk": "only", option: value}, None)
+    assert getattr(parse({"disk": "only", option: allowed}, None)[0], option) == allowed
+
+
+def test_a_hub_is_given_time_to_answer() -> None:
+    given = {"hub": "tcp://127.0.0.1:9", "run": "r", "model": "m", "replica": "engine"}
+    with pytest.raises(UsageError, match="option connect_timeout_s is 0"):
+        WorkerConfig.parse({**given, "connect_timeout_s": 0})
+    assert WorkerConfig.parse({**given, "connect_timeout_s": 0.1}).connect_timeout_s == 0.1

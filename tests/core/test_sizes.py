@@ -24,7 +24,7 @@ CEILINGS = {
     "core/transports": 7_272,
     "openrlhf": 2_580,
     "verl": 4_262,
-    "vllm": 9_118,
+    "vllm": 9_122,
     "vllm/doctor": 860,
     "vllm/worker": 5_522,
 }

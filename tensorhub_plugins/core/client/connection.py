@@ -60,6 +60,7 @@ LOOK_UP_EVERY_S = 1.0  # for the hub's name, while the hub is silent: it may hav
 FAR_S = 0.03  # a round trip: to another continent; a hub that is near answers in a millisecond, or a few
 QUIET_HEARTBEATS = 2  # without a message: the hub is silent
 TERM_S = 2 * BYE_LINGER_MS / 1000
+HASTY_S = 1.0  # a hub that is there may need longer for its first answer
 CLOSE_S = 2.0  # the thread needs at most so long to send its Bye, where all is well
 
 
@@ -157,8 +158,9 @@ class HubLink:
             raise no_way(address, problem) from problem
         why = f" (its name cannot be looked up: {self._nameless})" if self._nameless else ""
         unheard = self._handshakes.unheard() if len(self._addresses) == 1 else f"no hub answers at {address}"
+        hasty = f", or wait for longer than {timeout_s:g} s" if timeout_s < HASTY_S else ""
         raise HubUnreachable(
-            f"{unheard}: start one with `tensorhub server`, or correct the address{why}",
+            f"{unheard}: start one with `tensorhub server`, or correct the address{why}{hasty}",
             peer=address,
             phase="connect",
             timeout_s=timeout_s,

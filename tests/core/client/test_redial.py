@@ -119,6 +119,13 @@ def test_addresses_that_have_all_refused_are_tried_again() -> None:
             hub.close()
 
 
+@pytest.mark.parametrize(("connect_timeout_s", "hasty"), [(0.0, True), (1.0, False)])
+def test_who_did_not_wait_for_the_hub_is_told(connect_timeout_s: float, hasty: bool) -> None:
+    with nobody() as address, pytest.raises(HubUnreachable, match="no hub answers") as caught:
+        link(address, redial_s=None, connect_timeout_s=connect_timeout_s).__enter__()
+    assert ("or wait for longer than 0 s" in str(caught.value)) == hasty
+
+
 def test_each_address_is_checked() -> None:
     with (
         pytest.raises(UsageError, match="is no hub address: use tcp://host:port"),

@@ -1,14 +1,17 @@
 """The socket transports believe no peer; a source has limits, and says that it waits."""
 
 import contextlib
+import errno
 import fcntl
 import logging
+import os
 import socket
 import sys
 import termios
 import threading
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -32,7 +35,7 @@ from tensorhub_plugins.core.transports.stream.messages import (
     StreamOpen,
     StreamOpened,
 )
-from tensorhub_plugins.core.transports.stream.source import WARNINGS_MAX, WARNINGS_S, _host_of
+from tensorhub_plugins.core.transports.stream.source import WARNINGS_MAX, WARNINGS_S, StreamServer, _host_of
 from tensorhub_plugins.core.transports.tcp import TcpTransport
 
 
@@ -366,3 +369,10 @@ def test_the_control_whatever_may_be_read_can_be_asked_for():
         assert size <= messages.request_size_bytes_max(count) or size > messages.REQUEST_SIZE_BYTES_MAX
     assert messages.request_size_bytes_max(None) == 64 << 10
     assert messages.request_size_bytes_max(1 << 40) == messages.REQUEST_SIZE_BYTES_MAX
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO], ids=["no descriptor left", "control"])
+def test_a_source_that_lacks_a_resource_names_it(caplog, number):
+    server = SimpleNamespace(_backend=SimpleNamespace(name="shm"))
+    StreamServer._log_end(server, "pid 1", OSError(number, os.strerror(number)))
+    assert ("the system refuses open files" in caplog.text) == (number == errno.EMFILE)

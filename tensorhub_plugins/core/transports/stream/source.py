@@ -252,7 +252,7 @@ class StreamServer:
             case TensorHubError():
                 self._warn("closed the connection of %s: %s", peer, error)
             case _:
-                _log.error("%s: serving %s failed", name, peer, exc_info=error)
+                _log.error("%s: serving %s failed", name, peer, exc_info=resources.refusal(error) or error)
 
     def _warn(self, text: str, *arguments: object) -> None:
         """Log a warning about a peer; at most WARNINGS_MAX in WARNINGS_S."""
