@@ -235,6 +235,7 @@ def refused(folder: Path, larger: Path, name: str) -> dict[str, tuple[str | None
         "none": changed({}),
         "no matrix": {**given, first_a: given[first_a].flatten()},
         "no floats": {**given, first_a: given[first_a].int()},
+        "twice": changed({**given, first_a.removeprefix("base_model.model."): given[first_a] * 2}),
         "head": changed(
             {f"{HEAD}.lora_A.weight": torch.ones(RANK, 128), f"{HEAD}.lora_B.weight": torch.ones(499, RANK)}
         ),

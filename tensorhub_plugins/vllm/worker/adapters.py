@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -48,6 +49,7 @@ logger = get_logger(__name__)
 
 # The tensors and the configuration of which vLLM builds now, in this thread.
 _building: ContextVar[tuple[dict[str, torch.Tensor], dict[str, Any]] | None] = ContextVar("building", default=None)
+PREFIX = "base_model.model."  # of PEFT's names; vLLM takes them without it as well
 RETRY_S = 1.0  # before the first version is tried again
 PATTERNS = ("rank_pattern", "alpha_pattern")  # of modules with a rank or scaling of their own; vLLM since 0.32
 
@@ -146,6 +148,9 @@ class AdapterUpdater(Updater):
         others = [f"{name} {tensor.dtype}" for name, tensor in adapter.items() if not tensor.is_floating_point()]
         if others:
             raise VersionRefused(f"the adapter has tensors that are no floats: {some(others)}")
+        plain = Counter(name.removeprefix(PREFIX) for name in adapter)  # vLLM knows both forms, and would take the last
+        if twice := [name for name, count in plain.items() if count > 1]:
+            raise VersionRefused(f"the adapter has two tensors of one name, with and without {PREFIX!r}: {some(twice)}")
         # Copies: vLLM keeps what it is given, and scales it in place.
         said = _building.set(({name: tensor.clone() for name, tensor in adapter.items()}, config))
         try:
