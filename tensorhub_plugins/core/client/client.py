@@ -165,7 +165,7 @@ class Client(History):
         dtypes and shapes must be those that this client published before in this layout; else differences are logged.
         For one of several shards of a checkpoint only the tensors still here are compared: others may have moved.
 
-        Raise UsageError for what can never be published, VersionGone for a withdrawn version, DeadlineExceeded when it
+        Raise UsageError for what can never be published, as a version that was withdrawn, DeadlineExceeded when it
         was not copied and digested in time, HubUnreachable without an answer: then nothing is published later; it says
         whether the request may have reached the hub, in which case it is unpublished."""
         allowed = Allowed.begin(timeout_s, tensors)
