@@ -188,7 +188,7 @@ def reset(sock: socket.socket) -> None:
 
 def test_a_frozen_source_is_left_after_a_while(stage, progress):
     near, far = stage.worker("near"), stage.client("far", location=FAR)
-    rollout = stage.client("rollout", limits=TransferLimits(stall_s=1.0))
+    rollout = stage.client("rollout", limits=TransferLimits(stall_s=SOON_S))
     near.call("publish", 1, 1, hold_from=HELD)
     far.publish(1, tensors_of(1))
     reading = stage.begin(rollout.fetch)

@@ -180,7 +180,7 @@ def test_after_a_restart_of_the_hub_nobody_knows_how_long_a_version_takes() -> N
 
 def test_sources_that_send_other_bytes_or_are_not_reached(run: Scenario) -> None:
     run.hub.registry.workers[run.sessions["trainer/0"]].corrupt_segments = 3
-    run.hub.registry.workers[run.sessions["a/0"]].unreached[run.sessions["trainer/0"]] = run.now
+    run.hub.registry.workers[run.sessions["a/0"]].unreached = {run.sessions["trainer/0"]: run.now}
     assert found(run)["corrupt"].what == "readers got 3 corrupt segments from trainer/0"
     assert "a/0" in found(run)["unreached"].what
 
