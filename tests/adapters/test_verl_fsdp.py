@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
-from torch_ranks import started  # noqa: E402
+from torch_ranks import leave, started  # noqa: E402
 
 from recipes.ranks import free_port  # noqa: E402
 from tensorhub_plugins.core import CHECKPOINT, Client, start_server  # noqa: E402
@@ -125,3 +125,4 @@ def check(fetched, path, dtype):
 
 if __name__ == "__main__":
     train(int(sys.argv[1]), *sys.argv[2:])
+    leave()

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
-from torch_ranks import await_version, started  # noqa: E402
+from torch_ranks import await_version, leave, started  # noqa: E402
 
 from recipes.ranks import free_port  # noqa: E402
 from tensorhub_plugins.core import Client, contiguous_spec, start_server  # noqa: E402
@@ -289,3 +289,4 @@ def test_names_are_verls_where_a_checkpoint_has_them_and_else_the_checkpoints(fa
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), *sys.argv[2:])
+    leave()

@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
-from torch_ranks import await_version, started  # noqa: E402
+from torch_ranks import await_version, leave, started  # noqa: E402
 from verl_run import replace_weights  # noqa: E402
 
 from recipes.ranks import free_port  # noqa: E402
@@ -158,3 +158,4 @@ def test_the_weights_come_from_the_store(
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), *sys.argv[2:5], Path(sys.argv[5]), *sys.argv[6:9])
+    leave()

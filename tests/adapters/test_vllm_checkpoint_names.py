@@ -19,7 +19,7 @@ pytest.importorskip("transformers.core_model_loading", reason="needs transformer
 
 import torch
 import transformers
-from torch_ranks import started
+from torch_ranks import leave, started
 from vllm_engines import Engine, checkpoint, wait_until
 
 from recipes.ranks import free_port
@@ -383,3 +383,4 @@ def process_group() -> Iterator[None]:
 
 if __name__ == "__main__":
     one_rank(*sys.argv[1:])
+    leave()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 import recipes.ranks
 from tensorhub_plugins.core import Client, HubUnreachable, NotPublished
@@ -17,6 +20,14 @@ WAIT_S = 5
 def started(file: str, count: int, *arguments: object) -> AbstractContextManager[list[subprocess.Popen[str]]]:
     """Run `python file RANK arguments...` for each rank; the test writes to the ranks' stdin."""
     return recipes.ranks.started([file], count, *arguments, environment={})
+
+
+def leave() -> NoReturn:
+    """End this rank, whose work is done. Gloo's threads outlive a destroyed group that a module refers to, and an
+    interpreter that is torn down beside them may be aborted ("terminate called without an active exception")."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def await_version(reader: Client, version: int, ranks: Sequence[subprocess.Popen[str]], timeout_s: int) -> int:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch_ranks import await_version, started
+from torch_ranks import await_version, leave, started
 
 from recipes.ranks import free_port
 from tensorhub_plugins.core import Client, start_server
@@ -258,3 +258,4 @@ def check_figures(of_ranks, case):
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    leave()
