@@ -36,8 +36,10 @@ class _Nothing(dict[Any, Any]):
     __slots__ = ()
     __hash__ = object.__hash__  # type: ignore[assignment]  # a dataclass takes no other default
 
-    def __setitem__(self, key: object, value: object) -> None:
+    def _refuse(self, *_: object, **__: object) -> Any:
         raise TypeError("this table is shared by all that have none: use `put`")
+
+    __setitem__ = setdefault = update = __ior__ = _refuse  # all that can put something into a dict
 
 
 NONE = _Nothing()  # of almost all workers, in most of their tables

@@ -6,10 +6,11 @@ reached from the hub is counted, so a collection that is added one day is counte
 
 from __future__ import annotations
 
+import operator
 import tracemalloc
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -247,12 +248,23 @@ def test_a_worker_costs_eight_kilobytes_while_all_read_at_once() -> None:
     assert peak / count < 8000, "with what the simulation has of it; 7,200, and 8,350 where each has all tables"
 
 
-def test_no_worker_writes_into_the_table_that_all_have_who_have_none() -> None:
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda table, key: operator.setitem(table, key, None),
+        lambda table, key: operator.ior(table, {key: None}),
+        lambda table, key: table.setdefault(key, None),
+        lambda table, key: table.update({key: None}),
+    ],
+    ids=["[]", "|=", "setdefault", "update"],
+)
+def test_no_worker_writes_into_the_table_that_all_have_who_have_none(write: Callable[[Any, ShardKey], object]) -> None:
     story = story_with_a_trainer()
     trainer = story.hub.registry.workers[TRAINER]
     assert trainer.claims is trainer.aside is NONE
+    write(dict(NONE), ShardKey(1, CHECKPOINT))  # the control: a dict of its own takes it
     with pytest.raises(TypeError, match="use `put`"):
-        trainer.claims[ShardKey(1, CHECKPOINT)] = None
+        write(trainer.claims, ShardKey(1, CHECKPOINT))
     assert drop(trainer.claims, ShardKey(1, CHECKPOINT)) is None and len(NONE) == 0
 
 
