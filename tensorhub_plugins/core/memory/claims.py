@@ -42,6 +42,8 @@ class Claim:
 
     def begin(self) -> Claim:
         """Register the claim: conflicting ones are refused from now on. This does not look for conflicts itself."""
+        if isinstance(self.memory, Slab) and self.version is not None:
+            self.memory.begin_offer(self)
         with _changed:
             _claims.add(self)
         return self
@@ -51,6 +53,8 @@ class Claim:
         with _changed:
             _claims.discard(self)
             _changed.notify_all()
+        if isinstance(self.memory, Slab) and self.version is not None:
+            self.memory.end_offer(self)
 
 
 def claim(memory: Memory, what: str, *, is_written: bool, is_pooled: bool = False, deadline: float = NEVER) -> Claim:

@@ -48,7 +48,8 @@ class SlabPool:
             self._takes += 1
             # Most recently returned first: a slab that was needed only once then stays idle, and is closed.
             alike = [slab for slab in reversed(self._free) if slab.specs == wanted]
-            idle = [slab for slab in alike if slab.is_lent or is_used(slab)]  # it stays with its users
+            # What is used stays with its users.
+            idle = [slab for slab in alike if slab.is_closed or slab.is_lent or is_used(slab)]
             for slab in idle:
                 self._forget(slab)
             found = next((slab for slab in alike if slab not in idle), None)

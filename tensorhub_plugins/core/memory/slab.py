@@ -26,6 +26,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, TypeAlias
+from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -103,7 +104,8 @@ class Slab(OfThisProcess):
         self._storages = list(map(torch.Tensor.untyped_storage, tensors.values())) if kind == "adopted" else []
         self.ties: Mapping[str, str] = {}
         self._known: bytes | None = None  # its digests, known without reading a byte
-        self._closed = False
+        self._closed = self._is_to_close = False
+        self._offers = WeakSet[object]()  # claims of those who offer it to others, perhaps several clients
         self._lock = threading.Lock()
 
     # --- three ways to get one ---
@@ -285,6 +287,11 @@ class Slab(OfThisProcess):
         """Return whether others use the memory in place: it must not be written to."""
         return self._loans.any
 
+    @property
+    def is_closed(self) -> bool:
+        """Return whether it is closed, or will be when it is not offered any more."""
+        return self._is_to_close
+
     def readable(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes of a stream range, in order: the memory itself on the CPU, a host copy of device memory."""
         self._check_range(start, stop)
@@ -437,9 +444,11 @@ class Slab(OfThisProcess):
     # --- the end ---
 
     def close(self) -> None:
-        """Release the memory; idempotent. It returns to the system when the last view of it is gone."""
+        """Release the memory; idempotent. It returns to the system when the last view of it is gone. What is offered
+        to others is closed when it is not offered any more: its readers would find nothing there."""
         with self._lock:
-            if self._closed:
+            self._is_to_close = True
+            if self._closed or self._offers:
                 return
             self._closed = True
             if self.borrowed is not None:
@@ -454,6 +463,18 @@ class Slab(OfThisProcess):
             self._fd = self._owner_liveness = -1
             self._tensors = {}
             self.runs, self._flats = Runs([]), []
+
+    def begin_offer(self, claim: object) -> None:
+        """Stay open until `end_offer` of this claim, or its end."""
+        with self._lock:
+            self._offers.add(claim)
+
+    def end_offer(self, claim: object) -> None:
+        """End an offer; with the last one the slab is closed, if it was to be. Idempotent."""
+        with self._lock:
+            self._offers.discard(claim)
+        if self._is_to_close:
+            self.close()
 
     def __enter__(self) -> Slab:
         return self

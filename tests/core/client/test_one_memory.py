@@ -99,6 +99,34 @@ def test_what_one_client_offers_another_does_not_read_into(stage, how):
         assert same_bytes(live, tensors_of(1))
 
 
+@pytest.mark.parametrize("ends", ["unpublishes", "leaves", "closes it"])
+def test_a_slab_that_two_clients_offer_stays_until_both_have_ended(stage, ends):
+    """Its readers would wait until their deadline for a source that fails, and is not lost."""
+    one, other, reader = (stage.client(name) for name in ("one", "other", "reader"))
+    one.retain(0)
+    slab = one.allocate(spec_of(name, tensor) for name, tensor in tensors_of(1).items())
+    for name, tensor in tensors_of(1).items():
+        slab.write(name, tensor)
+    one.publish(1, slab)
+    other.publish(1, slab)
+    if ends == "closes it":
+        slab.close()
+    else:
+        one.unpublish(1)
+    if ends == "leaves":
+        one.close()
+    elif ends == "unpublishes":
+        assert one.allocate(slab.specs) is not slab
+    assert same_bytes(reader.fetch(1, timeout_s=5).tensors(), tensors_of(1))
+    other.unpublish(1)
+    if ends == "closes it":
+        assert same_bytes(reader.fetch(1, timeout_s=5).tensors(), tensors_of(1))
+        one.unpublish(1)
+        assert one.allocate(slab.specs) is not slab  # the next one is open
+    with pytest.raises(UsageError, match="the slab is closed"):
+        slab.tensors()
+
+
 def test_memory_that_is_read_into_by_a_fetch_is_read_into_by_nobody_else(stage, progress):
     """Of a fetch that was released: its tensors are not to be used any more, and somebody does."""
     trainer, rollout, other = (stage.client(name) for name in ("trainer", "rollout", "other"))
