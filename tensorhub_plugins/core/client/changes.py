@@ -186,6 +186,8 @@ class Changes:
             return None
 
         def make() -> bytes | None:
+            for offer in (old, new):
+                offer.check_memory(segment)
             before, after = (offer.slab.readable(*new.manifest.segment_range(segment)) for offer in (old, new))
             return self._difference(new.manifest, segment, before, after)
 
@@ -319,6 +321,7 @@ class Bases:
 
     def _copy(self, offer: Offer, segment: int, views: Sequence[memoryview]) -> bool:
         with suppress(VersionGone), _Reading(offer):
+            offer.check_memory(segment)
             copy_views(offer.slab.readable(*self._manifest.segment_range(segment)), views)
             return True
         return False

@@ -119,8 +119,7 @@ class Serving:
         writes to its memory once it is no longer offered."""
         check_time(deadline)
         was_read = self._fetched.get(slab) == (key.version, key.layout)
-        offer = Offer(key, manifest, slab, created_after=self.hub.last_request_id + 1, lends=lends)
-        offer.deltas = self.changes.sender(offer)
+        offer = self._offer_of(key, manifest, slab, self.hub.last_request_id + 1, lends=lends)
         offer.mark_all_ready()
         try:
             for answer in self._decide(
@@ -247,7 +246,7 @@ class Serving:
 
     def _look_into(self, key: ShardKey, segments: Sequence[int]) -> None:
         try:
-            if not self._check(key, segments):
+            if not self._check(key, segments) and self.find(key) is not None:
                 log.warning("%s: a reader got corrupt bytes of %s, and they are right here", self.worker, key)
         except TensorHubError as error:
             log.info("%s: cannot look into what a reader says of %s: %s", self.worker, key, error)
@@ -314,8 +313,7 @@ class Serving:
 
     def prepare(self, read: int, key: ShardKey, manifest: Manifest, slab: Slab) -> None:
         with self._changed:
-            offer = Offer(key, manifest, slab, created_after=self._shelf.readings[read].since(key), lends=True)
-            offer.deltas = self.changes.sender(offer)
+            offer = self._offer_of(key, manifest, slab, self._shelf.readings[read].since(key), lends=True)
             effects = self._shelf.prepare(read, key, offer)
             if not effects:  # declined: what is here already stays
                 offer.withdraw()
@@ -485,6 +483,12 @@ class Serving:
 
     # --- inside ---
 
+    def _offer_of(self, key: ShardKey, manifest: Manifest, slab: Slab, created_after: int, *, lends: bool) -> Offer:
+        offer = Offer(key, manifest, slab, created_after=created_after, lends=lends)
+        offer.deltas = self.changes.sender(offer)
+        offer.doubt = lambda segment: self._soon(self._look_into, key, [segment])
+        return offer
+
     def _soon(self, work: Callable[..., object], *about: object) -> None:
         """Do this in the background, unless it is closed. Does not block."""
         with suppress(RuntimeError):
@@ -558,8 +562,7 @@ class Serving:
         except BaseException:
             self.pool.discard(copy)
             raise
-        moved = Offer(key, offer.manifest, copy, created_after=offer.created_after, lends=offer.lends)
-        moved.deltas = self.changes.sender(moved)
+        moved = self._offer_of(key, offer.manifest, copy, offer.created_after, lends=offer.lends)
         moved.mark_all_ready()
         with self._changed:
             replaced = self._shelf.replace(key, offer, moved)

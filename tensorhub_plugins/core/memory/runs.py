@@ -11,9 +11,10 @@ import ctypes
 import errno
 import mmap
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -63,6 +64,13 @@ class Runs:
         extents = np.array([(run.address, run.size_bytes) for run in self.all], np.uint64).reshape(-1, 2)
         extents.flags.writeable = False
         return extents
+
+    @cached_property
+    def is_of_files(self) -> bool:
+        """Return whether some of this host memory is of a mapped file, which may be cut off."""
+        files = np.array(mapped(lambda access, inode: inode != b"0") or [(0, 0)], np.uint64)
+        before = np.searchsorted(files[:, 0], self.extents.sum(axis=1, dtype=np.uint64))  # that begin before each end
+        return bool(((before > 0) & (files[before - 1, 1] > self.extents[:, 0])).any())
 
     def cut(self, start: int, stop: int) -> tuple[int, int, int, int]:
         """Return the runs that hold a range that is not empty, as indices [first, last), the offset in bytes at which
@@ -151,6 +159,16 @@ def cut_extents(extents: Extents, first: int, last: int, skip: int, take: int) -
     part[0, 0] += np.uint64(skip)
     part[0, 1] -= np.uint64(skip)
     return part
+
+
+def mapped(wanted: Callable[[bytes, bytes], bool]) -> list[tuple[int, int]]:
+    """Return the addresses [first, end) of this process's mappings, in order, for which wanted(access, inode) is true;
+    none where the system does not say."""
+    with suppress(OSError):
+        maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_bytes().splitlines()]
+        ranges = [where.partition(b"-") for where, access, _, _, inode, *_ in maps if wanted(access, inode)]
+        return [(int(first, 16), int(end, 16)) for first, _, end in ranges]
+    return []
 
 
 def can_be_read(extents: Extents | None) -> bool:

@@ -21,10 +21,9 @@ import sys
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 from typing import Literal, TypeAlias
 from weakref import WeakSet
 
@@ -50,7 +49,7 @@ from tensorhub_plugins.core.memory.copying import (
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan, Loans
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
-from tensorhub_plugins.core.memory.runs import Extents, Runs, can_be_read, memory_of
+from tensorhub_plugins.core.memory.runs import Extents, Runs, can_be_read, mapped, memory_of
 from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, held, span_of, stride_of
 from tensorhub_plugins.core.memory.there import digests_there
 from tensorhub_plugins.core.process import Descriptor, OfThisProcess
@@ -105,7 +104,7 @@ class Slab(OfThisProcess):
         self.ties: Mapping[str, str] = {}
         self._known: bytes | None = None  # its digests, known without reading a byte
         self._closed = self._is_to_close = False
-        self._offers = WeakSet[object]()  # claims of those who offer it to others, perhaps several clients
+        self._offers = WeakSet[object]()  # the claims of its offers, perhaps of several clients
         self._lock = threading.Lock()
 
     # --- three ways to get one ---
@@ -227,7 +226,7 @@ class Slab(OfThisProcess):
 
     def check_writable(self) -> None:
         """Raise UsageError that names a tensor in host memory that this process cannot write, if that is known."""
-        shut = [] if self.runs.may_be_written or not self.runs.views else _read_only()
+        shut = [] if self.runs.may_be_written or not self.runs.views else mapped(lambda access, _: access[1:2] != b"w")
         starts, with_bytes = [start for start, _ in shut], (spec for spec in self.specs if spec.size_bytes)
         for spec, run in zip(with_bytes, self.runs.all if shut else (), strict=False):
             before = bisect_left(starts, run.address + run.size_bytes) - 1
@@ -377,10 +376,9 @@ class Slab(OfThisProcess):
         manifest: of this same stream. Without digests there is nothing to compare: none are found.
         """
         self._check_open()
-        if not manifest.has_digests:
-            return []
-        if gone := self.gone(manifest, segments, deadline=deadline):
-            return gone  # there is nothing left to read
+        gone = self.gone(manifest, segments, deadline=deadline)
+        if gone or not manifest.has_digests:
+            return gone  # there is nothing left to read, or to compare
         digest = partial(self.digest, algorithm=manifest.digest_algorithm)
         if segments is None:
             found = self._digests(manifest.segment_size_bytes, manifest.digest_algorithm, deadline=deadline)
@@ -399,8 +397,14 @@ class Slab(OfThisProcess):
             k
             for k in until(deadline, wanted if storages else (), 1)
             if any(self._is_freed(s.name, storages[s.name]) for s in until(deadline, manifest.specs_in([k])))
-            or not can_be_read(self.addresses(*manifest.segment_range(k)))
+            or not self.is_there(*manifest.segment_range(k))
         ]
+
+    def is_there(self, start: int, stop: int) -> bool:
+        """Return whether this range can be read, as far as the system says. Memory of our own always can."""
+        if self.kind != "adopted" or self.device is not None or not self.runs.is_of_files:
+            return True
+        return can_be_read(self.addresses(start, stop))
 
     def addresses(self, start: int = 0, stop: int | None = None) -> Extents | None:
         """Return where a stream range lies in this process's memory; None on a device, or where it is scattered."""
@@ -574,12 +578,3 @@ def _copy_flat(source: torch.Tensor, target: torch.Tensor, deadline: float) -> N
             check_time(deadline)
     else:
         staging.copy_flat(source, target)
-
-
-def _read_only() -> list[tuple[int, int]]:
-    """Return the addresses [first, end) that this process cannot write, in order; none where that is not said."""
-    with suppress(OSError):
-        maps = [line.split(maxsplit=2)[:2] for line in Path("/proc/self/maps").read_bytes().splitlines()]
-        ranges = [where.partition(b"-") for where, access in maps if access[1:2] != b"w"]
-        return [(int(first, 16), int(end, 16)) for first, _, end in ranges]
-    return []

@@ -63,6 +63,7 @@ class Offer:
         self.slab = slab
         self.lends = lends
         self.deltas: Sender | None = None  # None: segments are sent whole
+        self.doubt: Callable[[int], None] = lambda segment: None  # have this segment looked at, without waiting for it
         self.epoch = epoch  # sent to readers, which compare it after reading
         self._ready = bytearray(manifest.segment_count)
         self._changed = threading.Condition()
@@ -105,6 +106,13 @@ class Offer:
             if self._withdrawn:
                 raise SourceLost("the source withdrew its offer", version=self.version, phase="wait")
         return self.slab.device is None or gate.wait(deadline)
+
+    def check_memory(self, segment: int) -> None:
+        """Raise VersionGone where the memory of this segment cannot be read any more, before this process touches it
+        and is ended: it may be the rest of a mapped file that was cut off."""
+        if not self.slab.is_there(*self.manifest.segment_range(segment)):
+            self.doubt(segment)
+            raise VersionGone("its memory is gone at the source", version=self.version, phase="read")
 
     # --- readers ---
 

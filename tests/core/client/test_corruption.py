@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from client_processes import SEGMENT, SEGMENTS, SIZE, same_bytes, tensors_of, zeros_like
 from client_stage import FAR, RUNTIME, SOON_S, Stage, holders, until
 
-from tensorhub_plugins.core import CHECKPOINT, Client, CorruptBytes, ShardKey, UsageError
+from tensorhub_plugins.core import CHECKPOINT, Client, CorruptBytes, ShardKey, UsageError, VersionGone
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.client.serving import SAMPLED_SEGMENTS, sample
 from tensorhub_plugins.core.transports.stream import messages as wire
@@ -200,6 +202,41 @@ def test_memory_that_was_taken_away_is_not_read(stage):
     trainer.publish(1, live, copy=False)
     live["b"].untyped_storage().resize_(0)
     assert trainer.recheck(1) == ("b",) and trainer.serving() == []
+
+
+TRAINER = """
+import os, sys, torch
+from tensorhub_plugins.core import Client, Location
+_, address, run, way, layout, *paths = sys.argv
+files = [torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8) for path in paths]
+where = dict(transports=(way,), location=Location("dc", "rack", "here"))
+with Client(address, run=run, model="actor", replica="trainer", **where) as trainer:
+    for version, file in enumerate(files, 1):
+        trainer.publish(version, {"a": file}, layout, copy=False)
+    os.truncate(paths[0], 4096)
+    trainer.changes.wanted()
+    made = trainer.changes.make_ahead(1, layout)
+    print(made, flush=True)
+    input()
+    print(made, [key.version for key in trainer.serving()])
+"""
+
+
+@pytest.mark.slow  # a process for each
+@pytest.mark.parametrize(("way", "layout"), [("tcp", CHECKPOINT), ("shm", RUNTIME)], ids=["tcp", "a shared copy"])
+@pytest.mark.parametrize("count", [1, 2], ids=["read", "a base of deltas"])
+def test_a_file_that_was_cut_off_under_a_version_ends_no_trainer(stage, tmp_path, way, layout, count):
+    """To read the rest of its mapping is a SIGBUS; of the system a source that sends it hears it in vain, and is asked
+    again until the deadline."""
+    paths = [tmp_path / str(n) for n in range(count)]
+    for n, path in enumerate(paths):
+        path.write_bytes(bytes([n]) * (4 << 20))
+    command = [sys.executable, "-c", TRAINER, stage.address, stage.run, way, layout, *map(str, paths)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline().strip() == "0"
+        with pytest.raises(VersionGone):
+            stage.client("rollout", transports=(way,)).fetch(1, (layout,), borrow=True, timeout_s=SOON_S)
+        assert trainer.communicate("\n", timeout=SOON_S)[0].strip() == f"0 {[2][: count - 1]}"
 
 
 def test_without_digests_nothing_is_said(stage):

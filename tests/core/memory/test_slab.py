@@ -54,6 +54,7 @@ def test_each_page_is_looked_at_once_however_many_tensors_it_has(monkeypatch, st
     starts, asked = range(0, 64 * 4096, 64 * step), list[tuple[int, int]]()
     with Slab.adopt({f"w{at}": block[4 * at : 4 * at + 48] for at in starts}) as slab:
         touched = {byte // 4096 for first, size in slab.addresses().tolist() for byte in (first, first + size - 1)}
+        slab.runs.is_of_files = True  # else none is looked at
         monkeypatch.setattr(
             runs, "_libc", SimpleNamespace(madvise=lambda first, size, _: asked.append((first.value, size.value)) or 0)
         )

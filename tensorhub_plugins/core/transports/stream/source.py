@@ -437,6 +437,7 @@ class ReaderConnection:
 
     def _payload(self, offer: Offer, segment: int, deadline: float) -> list[memoryview]:
         self._note_use()
+        offer.check_memory(segment)
         return self._backend.segment_payload(self._channel, offer, *offer.manifest.segment_range(segment), deadline)
 
     def _await(self, offer: Offer, segment: int, deadline: float) -> bool:
