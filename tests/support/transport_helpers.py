@@ -58,7 +58,9 @@ def served(transport, tensors=None, *, segment_size_bytes=1000, kind="allocated"
         slab = Slab.adopt(tensors)
     offer = Offer(KEY, slab.manifest(segment_size_bytes), slab)
     offer.mark_all_ready()
-    with slab, contextlib.closing(transport):
+    with slab, contextlib.ExitStack() as ends:
+        ends.callback(offer.withdraw)
+        ends.enter_context(contextlib.closing(transport))
         yield offer, transport.serve(SimpleShelf(offer))
 
 
