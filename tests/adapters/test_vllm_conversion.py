@@ -15,8 +15,7 @@ import torch
 
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.worker import cpu, kinds, reload, weights
-from tensorhub_plugins.vllm.worker.conversion import Conversion, noise_like
-from tensorhub_plugins.vllm.worker.noise import NOISE_LENGTH
+from tensorhub_plugins.vllm.worker.conversion import NOISE_LENGTH, Conversion, noise_like
 from tensorhub_plugins.vllm.worker.partial import NotEnough, whole
 from tensorhub_plugins.vllm.worker.plan import Given, Piece, Plan, layer_of, shapes_of, whole_region
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_plugins.vllm.worker.conversion import noise_like
-from tensorhub_plugins.vllm.worker.noise import NOISE_LENGTH
+from tensorhub_plugins.vllm.worker.conversion import NOISE_LENGTH, noise_like
 from tensorhub_plugins.vllm.worker.partial import NotEnough, Partial, whole
 from tensorhub_plugins.vllm.worker.plan import Given, Held, Plan, Region
 

@@ -23,7 +23,7 @@ from tensorhub_plugins.core.drivers import Cuda
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.memory import pinning
-from tensorhub_plugins.core.memory.numa import prefer
+from tensorhub_plugins.core.memory.pinning import prefer
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.staging import copy_all, copy_flat

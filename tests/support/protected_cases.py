@@ -33,10 +33,10 @@ from tensorhub_plugins.core.transports.rdma.verbs import Nic
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
 from tensorhub_plugins.core.transports.tcp import TcpTransport
 from tensorhub_plugins.vllm.worker import partial as of_partial
-from tensorhub_plugins.vllm.worker import uploads
 from tensorhub_plugins.vllm.worker import weights as of_vllm
 from tensorhub_plugins.vllm.worker.plan import Given, Region, held_whole
 from tensorhub_plugins.vllm.worker.plan import Held as Kept
+from tensorhub_plugins.vllm.worker.reload import upload
 
 __all__ = ["module_hub", "small_segments", "stage"]
 
@@ -215,7 +215,7 @@ def test_what_a_layer_is_loaded_from_goes_to_the_device_at_once(monkeypatch, tog
     monkeypatch.setattr(devices.Device, "synchronize", lambda device: (waits.append(device), wait(device)))
     monkeypatch.setattr(drivers.Plain, "copy", noted)
     if together:
-        uploads.upload(calls, torch.device(DEVICE, 0))
+        upload(calls, torch.device(DEVICE, 0))
         assert len(waits) == 1 and copied == [("cpu", DEVICE, 20 * 32), ("cpu", DEVICE, 720), ("cpu", DEVICE, 240),
                                               ("cpu", DEVICE, 60 * 32)]  # fmt: skip
         assert {each["loaded_weight"].device.type for each in calls} == {DEVICE}
@@ -241,7 +241,7 @@ def test_where_there_is_no_room_loaders_get_what_is_in_host_memory(monkeypatch):
         return empty(*given, **how)
 
     monkeypatch.setattr(torch, "empty", full)
-    uploads.upload(calls, torch.device(DEVICE, 0))
+    upload(calls, torch.device(DEVICE, 0))
     assert {each["loaded_weight"].device.type for each in calls} == {"cpu"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any
@@ -13,7 +13,6 @@ from typing_extensions import NotRequired, TypedDict
 from tensorhub_plugins.core import UsageError, steps_behind
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
-from tensorhub_plugins.vllm.engine.departures import Departures
 from tensorhub_plugins.vllm.engine.spans import Place, Spans, Start
 from tensorhub_plugins.vllm.lora import PATH
 from tensorhub_plugins.vllm.plugin import around
@@ -210,11 +209,9 @@ class Core:
         return list(await self.ask(call, may_last=True))
 
     async def is_available(self) -> bool:
-        """Return whether it is neither paused nor asleep."""
         return bool(await self.ask(lambda: self._available))
 
     async def is_idle(self) -> bool:
-        """Return whether no request is waiting or running."""
         return bool(await self.ask(lambda: self._idle))
 
     async def look(self) -> tuple[int, bool]:
@@ -275,7 +272,6 @@ class Core:
         return self._caches.held_by() if self.recompute else ""
 
     async def forget(self) -> None:
-        """Drop what was computed with other weights; StaleCaches."""
         if self.recompute:
             await self.ask(self._caches.forget)
 
@@ -378,3 +374,38 @@ def _follow_up(action: Callable[[], Any], done: Future[Any]) -> None:
         result.add_done_callback(ended)
     else:
         done.set_result(result)
+
+
+# --- requests that were aborted while an engine stands still: their callers have gone, nothing is lost ----------------
+
+
+class Departures:
+    """owner: what is asked to `abort_requests`, by clients that leave. running: the requests that there are."""
+
+    def __init__(self, owner: Any, running: Callable[[], Iterable[str]]) -> None:
+        self._gone: set[str] | None = None
+
+        def abort_requests(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._gone is None:
+                return original(*args, **kwargs)
+            before = set(running())
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._gone |= before - set(running())
+
+        around(owner, "abort_requests", abort_requests)
+
+    def begin(self) -> None:
+        """Note them from here on."""
+        self._gone = set()
+
+    def end(self) -> None:
+        self._gone = None
+
+    def take(self) -> list[str]:
+        """Return those since the beginning, or since this was asked before."""
+        gone = sorted(self._gone or ())
+        if self._gone is not None:
+            self._gone = set()
+        return gone

@@ -22,9 +22,9 @@ from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.memory.loans import is_over
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, NotServable, Offer, create, unavailable
-from tensorhub_plugins.core.transports.cuda_ipc import copies, memory, transport
+from tensorhub_plugins.core.transports.cuda_ipc import memory, transport
 from tensorhub_plugins.core.transports.cuda_ipc.driver import Allocation, NotShareable
-from tensorhub_plugins.core.transports.cuda_ipc.messages import SourceMemory
+from tensorhub_plugins.core.transports.cuda_ipc.memory import SourceMemory
 from tensorhub_plugins.core.transports.cuda_ipc.transport import CudaIpcTransport
 from tensorhub_plugins.core.transports.stream import channel, unix_socket
 from tensorhub_plugins.core.types import ShardKey
@@ -133,7 +133,7 @@ def test_small_tensors_are_copied_together(simulation, places):
     steps = {"scattered": (10, 20), "gathered": (20, 10), "far from each other": (20, 20)}.get(places, (10, 10))
     pairs = [(source[at * steps[0] :][:10], target[at * steps[1] :][:10]) for at in range(8)]
     stream = simulation.devices[0]._driver.make_stream()
-    copies.copy_pairs(simulation.devices[0], stream, [*pairs, (source[199:], target[199:])])
+    transport.copy_pairs(simulation.devices[0], stream, [*pairs, (source[199:], target[199:])])
     expected = torch.zeros(200, dtype=torch.uint8)
     for at in range(8):
         expected[at * steps[1] :][:10] = torch.arange(200)[at * steps[0] :][:10]
@@ -222,7 +222,7 @@ def withdrawn_while_copied(monkeypatch, digests):
     """Read segment 0, whose memory is withdrawn and overwritten while it is copied: what is yielded, what arrived."""
     tensors = {"a": torch.zeros(9000, dtype=torch.uint8)}
     target = {"a": torch.full((9000,), 7, dtype=torch.uint8)}
-    copy = copies.copy_pairs
+    copy = transport.copy_pairs
     with source_of(tensors) as (offer, endpoint), contextlib.closing(ipc_devices.apart()) as reader:
 
         def copy_pairs(*arguments):

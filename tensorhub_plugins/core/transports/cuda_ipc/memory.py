@@ -9,7 +9,9 @@ import uuid
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import torch
 
@@ -19,8 +21,8 @@ from tensorhub_plugins.core.memory.runs import Extents, Runs
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.process import Descriptor
 from tensorhub_plugins.core.transports.cuda_ipc.driver import Allocation, Ipc, NotShareable
-from tensorhub_plugins.core.transports.cuda_ipc.messages import ALLOCATIONS_MAX, EXTENT_WORDS, SourceMemory
 from tensorhub_plugins.core.transports.read_plan import parts_in
+from tensorhub_plugins.core.transports.stream.messages import Text
 
 _log = logging.getLogger(__name__)
 
@@ -141,3 +143,23 @@ def _close(ipc: Ipc, device: Device, blocks: Sequence[torch.Tensor]) -> None:
                 ipc.close(device, block)
             except NotShareable as error:
                 _log.warning("cuda_ipc: memory of another process stays open: %s", error)
+
+
+# --- the source's description of its memory, sent after StreamOpened and followed by its liveness pipe's end ----------
+
+ALLOCATIONS_MAX = 1 << 16  # torch makes one of 20 MB for small tensors, and one for each large one
+EXTENT_WORDS = 3  # number of the allocation, offset in it, size; 8 bytes each
+
+
+class SourceMemory(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The location of the source's stream."""
+
+    process: Text
+    runs: Annotated[bytes, msgspec.Meta(max_length=16)]  # names this memory while it stays there; never reused
+    device_id: Text
+    allocations: Annotated[list[Allocation], msgspec.Meta(max_length=ALLOCATIONS_MAX)]
+    extents: bytes  # uint64[n, 3], in the stream's order
+
+
+# Made here and not by decode(type=...): two threads that do so for the first time at once crash msgspec 0.21.
+memory_decoder = msgspec.msgpack.Decoder[SourceMemory](SourceMemory)

@@ -17,33 +17,40 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import TypeAlias
 
 import torch
 
 from tensorhub_plugins.core import device as devices
 from tensorhub_plugins.core import drivers
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device import SMALL_SIZE_BYTES, Device
 from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, XXH3, digest_of
-from tensorhub_plugins.core.drivers import Stream
+from tensorhub_plugins.core.drivers import Driver, Stream
 from tensorhub_plugins.core.errors import SourceLost
+from tensorhub_plugins.core.kernels.moving import move
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.loans import is_over
 from tensorhub_plugins.core.memory.runs import memory_at, memory_of
 from tensorhub_plugins.core.memory.there import digests_there
 from tensorhub_plugins.core.security.leases import Gate
-from tensorhub_plugins.core.transports.cuda_ipc.copies import Pair, copy_pairs
 from tensorhub_plugins.core.transports.cuda_ipc.driver import CudaIpc, Ipc, NotShareable
-from tensorhub_plugins.core.transports.cuda_ipc.memory import OpenMemory, check_memory
-from tensorhub_plugins.core.transports.cuda_ipc.messages import SourceMemory, memory_decoder
-from tensorhub_plugins.core.transports.cuda_ipc.source import CudaIpcSource
+from tensorhub_plugins.core.transports.cuda_ipc.memory import (
+    Exports,
+    OpenMemory,
+    SourceMemory,
+    check_memory,
+    memory_decoder,
+)
 from tensorhub_plugins.core.transports.interface import NotServable
 from tensorhub_plugins.core.transports.kept import Kept
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
+from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.pump import pump
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, runs_of
 from tensorhub_plugins.core.transports.stream import unix_socket
@@ -52,6 +59,8 @@ from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnect
 from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
 from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX, StreamOpened
 from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
+from tensorhub_plugins.core.transports.stream.source import SourceBackend
+from tensorhub_plugins.core.transports.stream.unix_socket import check_owner
 
 SCHEME = "cuda_ipc://"
 THREADS = 2  # one waits for its copy, or finishes digests, while the other queues the next
@@ -246,3 +255,89 @@ def _cut(sources: list[torch.Tensor], target: torch.Tensor) -> list[Pair]:
         pairs.append((source, target[at : at + source.numel()]))
         at += source.numel()
     return pairs
+
+
+# --- the source's end: it sends readers the location of its slab, and announces segments ------------------------------
+
+READY_MAX = 4096  # segments in one message of the source
+
+
+class CudaIpcSource(SourceBackend):
+    """A backend that serves slabs on a device."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, ipc: Ipc) -> None:
+        self._exports = Exports(ipc)
+
+    def accept_peer(self, sock: socket.socket) -> str:
+        return f"pid {check_owner(sock)}"
+
+    def refusal(self, offer: Offer) -> str | None:
+        try:
+            self._exports.of(offer.slab)
+        except NotShareable as error:
+            return str(error)
+        return None
+
+    def send_memory(self, channel: Channel, offer: Offer, deadline: float, *, lends: bool = False) -> None:
+        try:
+            exported = self._exports.of(offer.slab)
+        except NotShareable as error:  # it has been moved or closed since
+            raise SourceLost(str(error), version=offer.version) from error
+        channel.send_message(exported.memory, deadline)
+        channel.send_descriptors([exported.owner_liveness_fd], deadline)
+
+    def ready_batch_max(self, channel: Channel) -> int:
+        return READY_MAX
+
+    def on_reader_done(self, channel: Channel, *, ended: bool) -> None:
+        if ended:
+            channel.cut()  # before its memory is reused: a reader that still copies from it detects that
+
+
+# --- copies of device memory to device memory, many at once -----------------------------------------------------------
+
+Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # source, target: uint8 of one size, on devices
+
+
+def copy_pairs(device: Device, stream: Stream, pairs: Iterable[Pair]) -> None:
+    """Copy each source to its target, and return when all have arrived. Small ones that follow each other are copied
+    together."""
+    with device.calling() as driver:
+        try:
+            for is_small, group in groupby(pairs, lambda pair: pair[0].numel() < SMALL_SIZE_BYTES):
+                some = list(group)
+                if is_small and len(some) > 1:
+                    _copy_together(driver, stream, [source for source, _ in some], [target for _, target in some])
+                else:
+                    for source, target in some:
+                        driver.copy(source, target, stream)
+        finally:  # after an error too: memory that is released must not be written any more
+            driver.wait(driver.record(stream))
+
+
+def _copy_together(
+    driver: Driver, stream: Stream, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+) -> None:
+    if _are_neighbours(targets):
+        driver.launch(move, sources, [_joined(targets)], stream)
+    elif _are_neighbours(sources):
+        driver.launch(move, [_joined(sources)], targets, stream)
+    else:
+        beside = driver.scratch(sum(source.numel() for source in sources), stream)
+        driver.launch(move, sources, [beside], stream)
+        driver.launch(move, [beside], targets, stream)
+
+
+def _are_neighbours(flats: Sequence[torch.Tensor]) -> bool:
+    storage = flats[0].untyped_storage().data_ptr()
+    return all(
+        one.data_ptr() + one.numel() == other.data_ptr() and other.untyped_storage().data_ptr() == storage
+        for one, other in pairwise(flats)
+    )
+
+
+def _joined(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one tensor over all of these neighbours in one storage."""
+    return torch.as_strided(flats[0], (sum(flat.numel() for flat in flats),), (1,))
