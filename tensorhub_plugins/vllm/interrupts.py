@@ -55,13 +55,19 @@ def ends_at_signals(*, interactive: bool = False) -> Iterator[None]:
         if not is_core:
             logger.warning("%s: the engine ends before it has started", arrived[0].name)
         else:
-            gc.freeze()  # vLLM kills a core that looks for garbage for seconds, and then shared memory stays
+            leave_garbage()
         if interactive and not is_core and arrived[0] == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise SystemExit(128 + arrived[0]) from None
     finally:
         for number in ours:
             signal.signal(number, handlers[number])
+
+
+def leave_garbage() -> None:
+    """Do no more for the memory of this process, which ends: vLLM kills one that collects garbage for seconds, and then
+    shared memory stays."""
+    gc.freeze()
 
 
 def _only_ends(handler: Any) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -41,6 +40,7 @@ from tensorhub_plugins.core import (
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse
+from tensorhub_plugins.vllm.interrupts import leave_garbage
 from tensorhub_plugins.vllm.worker import addresses, cpu, online, reload
 from tensorhub_plugins.vllm.worker.extension import BEGIN, extend, join, leave
 from tensorhub_plugins.vllm.worker.updater import Updater
@@ -146,7 +146,7 @@ class TensorHubModelLoader(BaseModelLoader):
         except BaseException as error:  # also a signal: no thread of its keeps the process, and the hub knows at once
             leave(model)
             if isinstance(error, SystemExit):
-                gc.freeze()  # as in interrupts.py: vLLM kills a worker after 5 s
+                leave_garbage()
             raise
         # vLLM captures graphs from now on, to measure their memory and then for good: until the end of its warm-up
         # (extension.py) nothing is served from the device.

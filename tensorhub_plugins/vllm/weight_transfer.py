@@ -49,7 +49,7 @@ from tensorhub_plugins.vllm.config import WorkerConfig, configure, is_further_ra
 from tensorhub_plugins.vllm.plugin import register
 from tensorhub_plugins.vllm.worker import cpu
 from tensorhub_plugins.vllm.worker.extension import extend, join
-from tensorhub_plugins.vllm.worker.updater import Updater, allowed
+from tensorhub_plugins.vllm.worker.updater import Updater, time_of_update
 
 
 @dataclass
@@ -87,7 +87,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInf
         latest = update_info.version == LATEST
         if latest and is_further_rank(self.vllm_config):
             raise UsageError("name the version: each data parallel engine would take what is the latest for it")
-        version = updater.resolve(allowed(timeout_s, grows=False)[0]) if latest else number_of(update_info.version)
+        most_s, _ = time_of_update(timeout_s, grows=False)
+        version = updater.resolve(most_s) if latest else number_of(update_info.version)
         polled = updater.poll()
         if polled["version"] == version and not polled["broken"]:
             return
@@ -189,7 +190,8 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
                 pass
             self._step = step
             return
-        declared = _declared(self.source)
+        found = self.source.metadata
+        declared = list(found() if callable(found) else found)
         lacking = {meta.name for meta in declared}
         slab = self._store.allocate(contiguous_spec(meta.name, meta.dtype, meta.shape) for meta in declared)
         for name, tensor in _items(self.source):
@@ -262,11 +264,6 @@ class Declared(list[ParamMeta]):
 
     def __call__(self) -> Declared:
         return self
-
-
-def _declared(source: Any) -> list[ParamMeta]:
-    found = source.metadata
-    return list(found() if callable(found) else found)
 
 
 def _items(source: Any) -> Iterator[tuple[str, torch.Tensor]]:

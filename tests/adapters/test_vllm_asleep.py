@@ -10,7 +10,7 @@ from vllm_toys import Engines, conversion, engines, toy_checkpoint, update, wait
 
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.worker import extension, weights
-from tensorhub_plugins.vllm.worker.external_change import external_change
+from tensorhub_plugins.vllm.worker.extension import external_change
 
 __all__ = ["conversion", "engines"]  # fixtures
 pytestmark = pytest.mark.usefixtures("conversion")

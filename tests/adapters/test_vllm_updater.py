@@ -34,8 +34,7 @@ from vllm_toys import (
 from tensorhub_plugins.core import CHECKPOINT, DeadlineExceeded, ShardKey, Slab, UsageError, VersionRefused
 from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.vllm.worker import contract, extension, reload, weights
-from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension, compare_unnamed, hook
-from tensorhub_plugins.vllm.worker.external_change import external_change
+from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension, compare_unnamed, external_change, hook
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights
 from tensorhub_plugins.vllm.worker.updater import Updater
 

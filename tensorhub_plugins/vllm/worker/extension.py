@@ -36,12 +36,12 @@ Never another model's bytes
 
 from __future__ import annotations
 
-import gc
 import inspect
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any
@@ -49,16 +49,17 @@ from typing import Any
 import msgspec
 import torch
 
-from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, gate, keys_from_environment, work
+from tensorhub_plugins.core import SECRET_VARIABLE, Slab, UsageError, gate, keys_from_environment, work
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, check_lora, is_further_rank, shares_experts
+from tensorhub_plugins.vllm.interrupts import leave_garbage
 from tensorhub_plugins.vllm.plugin import around
 from tensorhub_plugins.vllm.worker import adapters, addresses, cpu, draft, fingerprint, need, online, progress, weights
-from tensorhub_plugins.vllm.worker.external_change import external_change
 from tensorhub_plugins.vllm.worker.methods import CHANGE_WEIGHTS, may_change_weights
-from tensorhub_plugins.vllm.worker.updater import TIMEOUT_S, Updater, allowed
-from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather, first_name
+from tensorhub_plugins.vllm.worker.preserved import preserved
+from tensorhub_plugins.vllm.worker.updater import TIMEOUT_S, Updater, time_of_update
+from tensorhub_plugins.vllm.worker.votes import ShardPosition, anyone, engine_gather, first_name
 
 logger = get_logger(__name__)
 
@@ -132,7 +133,7 @@ class TensorHubWorkerExtension:
         may take longer than timeout_s while it advances, as it may without a timeout_s."""
         if not target and len(all_attached(self)) > 1:
             raise UsageError("this engine takes adapters from the store: its weights stay what it was started with")
-        timeout_s, grows = allowed(timeout_s, grows=grows)
+        timeout_s, grows = time_of_update(timeout_s, grows=grows)
         _updater(self, target).start_fetch(version, timeout_s, grows)
 
     def tensorhub_poll(self, target: str = "") -> dict[str, Any]:
@@ -356,8 +357,8 @@ def _execute_model(original: Any, worker: Any, scheduled: Any, *args: Any, **kwa
 def _shutdown(original: Any, worker: Any) -> None:
     leave(_model(worker), hands_over=True)
     original()
-    if multiprocessing.current_process().name.startswith("VllmWorker"):
-        gc.freeze()  # as in interrupts.py; where vLLM runs in the process of its caller, that goes on
+    if multiprocessing.current_process().name.startswith("VllmWorker"):  # else it is its caller's, which goes on
+        leave_garbage()
 
 
 def _sleep(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
@@ -494,3 +495,40 @@ def _check_ranks(vllm_config: Any) -> None:
         )
     if getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
         raise UsageError("elastic expert parallelism moves experts between workers at run time: leave it off")
+
+
+# --- changes of a worker's weights from outside the store: vLLM's own routes, for any back end ------------------------
+
+
+@contextmanager
+def external_change(updater: Updater, what: str, vllm_config: Any, *, is_certain: bool = True) -> Iterator[None]:
+    """Wrap such a change, in all workers of the engine at once: no peer reads the weights meanwhile, and afterwards
+    they are no version of the store. If it fails they are unchanged and served as before, or broken.
+
+    is_certain: it changes them, now or later on; else only if their bytes differ afterwards. While the engine sleeps
+    there are none, and to read them would end the process."""
+    updater.before_external_change(what)
+    before = None if updater.is_asleep else Slab.adopt(weights.tensors(updater.model)).manifest()
+    reason = ""
+    try:
+        with preserved(updater.model):
+            yield
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if before is None or updater.is_asleep:
+            differs = updater.is_asleep == (before is not None)
+            updater.before_external_change(what)  # again: to wake it up serves them
+        else:
+            differs = bool(Slab.adopt(weights.tensors(updater.model)).damaged(before))
+        changed = differs or (is_certain and not reason)
+        if not shares_experts(vllm_config):  # whose ranks are not asked at once
+            failed, changed = anyone(updater.gather, bool(reason)), anyone(updater.gather, changed)
+            reason = reason or "another worker of this engine failed" * failed
+        if not changed:
+            updater.mark_unchanged()
+        elif reason:
+            updater.mark_broken(f"{what} failed half way: {reason}")
+        else:
+            updater.mark_unversioned()

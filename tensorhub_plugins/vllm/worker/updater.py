@@ -51,7 +51,7 @@ MAKE_ROOM_S = 1.0  # for readers that were just directed to the last version
 HAND_OVER_TIMEOUT_S = 5.0  # a node with a spot notice has half a minute; followers take the newest version anyway
 
 
-def allowed(timeout_s: float | None, *, grows: bool) -> tuple[float, bool]:
+def time_of_update(timeout_s: float | None, *, grows: bool) -> tuple[float, bool]:
     """Return the seconds of an update, and whether it may take longer as long as it advances; None: it may."""
     return (TIMEOUT_S, True) if timeout_s is None else (timeout_s, grows)
 
@@ -134,7 +134,7 @@ class Updater:
         self, version: int, timeout_s: float | None, *, in_place: bool | None = None, grows: bool = False
     ) -> dict[str, Any]:
         """Fetch and install at once, while the engine is paused. Never raises; returns what `install` does."""
-        timeout_s, grows = allowed(timeout_s, grows=grows)
+        timeout_s, grows = time_of_update(timeout_s, grows=grows)
         deadline = Deadline.after(timeout_s)
         try:
             self.start_fetch(version, timeout_s, grows, in_place=in_place)
