@@ -16,7 +16,7 @@ from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, Versio
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import is_superseded
-from tensorhub_plugins.core.transfer import replication as r
+from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.types import ShardKey
 
@@ -136,7 +136,7 @@ class Link:
             self.source, self.offer = source, offer
             self._patches.opened()
             self.world.links[self] = None
-            event = r.Opened(self.key.shard, self.grant.session, offer.manifest)
+            event = events.Opened(self.key.shard, self.grant.session, offer.manifest)
             self.reader.later(self._latency(), lambda: self._tell(event))
 
     def _again(self, action: Callable[[], None]) -> None:
@@ -145,7 +145,7 @@ class Link:
         else:
             self.world.at(0.1, action)
 
-    def _tell(self, event: r.Event) -> None:
+    def _tell(self, event: events.Event) -> None:
         if self.is_open:
             self.transfer.feed(event)
 
@@ -168,7 +168,7 @@ class Link:
         if self.world.now < self.source.frozen_until:
             self._again(self._check)
             return
-        event = r.EpochChecked(self.key.shard, self.grant.session, not self.offer.withdrawn)
+        event = events.EpochChecked(self.key.shard, self.grant.session, not self.offer.withdrawn)
         self.reader.later(self._latency(), lambda: self._tell(event))
 
     def _read(self) -> None:
@@ -186,7 +186,7 @@ class Link:
             if self.offer.complete is False:
                 self.world.counts["waited_for_pipeline"] += 1
             self._late.add(segment)
-            waits = r.SourceWaiting(self.key.shard, self.grant.session)
+            waits = events.SourceWaiting(self.key.shard, self.grant.session)
             self.reader.later(self._latency(), lambda: self._tell(waits))
             self._again(self._read)
             return
@@ -223,7 +223,7 @@ class Link:
                 buffer[segment] = data
             intact = not self.world.verify or is_here(buffer[segment], digest)
             waited, by_delta = segment in self._late, frame is not None
-            self._tell(r.Arrived(self.key.shard, self.grant.session, segment, intact, waited, (), by_delta))
+            self._tell(events.Arrived(self.key.shard, self.grant.session, segment, intact, waited, (), by_delta))
         else:  # asked for again, whole
             self._todo.append(segment)
             self._patches.ask((segment,))
@@ -234,7 +234,7 @@ class Link:
         self.world.links.pop(self, None)
         if self.is_open:
             self.world.counts["lost_sources"] += 1
-            event = r.Lost(self.key.shard, self.grant.session, why)
+            event = events.Lost(self.key.shard, self.grant.session, why)
             self.reader.later(self._latency(), lambda: self._tell(event))
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class Transfer:
 
     def __init__(self, worker: Worker, asked: Replicate, then: Callable[[Got | type[TensorHubError]], None]) -> None:
         self.worker, self.world, self.then = worker, worker.world, then
-        self.machine = r.Replication(
+        self.machine = replication.Replication(
             asked.version,
             asked.at_least,
             asked.layouts,
@@ -268,39 +268,39 @@ class Transfer:
         self.bases: dict[int, Bases] = {}
         worker.transfers[self] = None
         self._timer = float("inf")
-        self.feed(r.Directed(worker.machine.directive))
-        self.feed(r.Begin())
+        self.feed(events.Directed(worker.machine.directive))
+        self.feed(events.Begin())
 
-    def feed(self, event: r.Event) -> None:
+    def feed(self, event: events.Event) -> None:
         worker, shelf = self.worker, self.worker.shelf
         for effect in self.machine.handle(event, self.world.now):
             match effect:
-                case r.AskSources(acquire):
+                case events.AskSources(acquire):
                     self._ask(acquire)
-                case r.Restart():
+                case events.Restart():
                     self.world.counts["restarts_in_another_layout"] += 1
                     self._drop(restarts=True)
-                case r.Open(key, grant, request_id):
+                case events.Open(key, grant, request_id):
                     shelf.grant(self.read, key)
                     self.buffers.setdefault(key.shard, [b""] * SEGMENTS)
                     self.links[key.shard, grant.session] = Link(self, key, grant, request_id)
-                case r.Prepare(key, manifest):
+                case events.Prepare(key, manifest):
                     self._prepare(key, manifest)
-                case r.Read(shard, session, segments):
+                case events.Read(shard, session, segments):
                     self.links[shard, session].read(segments)
-                case r.Verified(shard, _, segment):
+                case events.Verified(shard, _, segment):
                     worker.carry_out(shelf.verified(self.read, self._key(shard), segment))
                     worker.machine.renew(dict.fromkeys(self.requests, 0))
-                case r.ConfirmEpoch(shard, session):
+                case events.ConfirmEpoch(shard, session):
                     self.links[shard, session].check()
-                case r.Close(shard, session):
+                case events.Close(shard, session):
                     self.links.pop((shard, session)).close()
-                case r.EndLease(request_id, shard, lost):
+                case events.EndLease(request_id, shard, lost):
                     worker.waiting.pop(request_id, None)
                     worker.feed(s.EndLease(request_id, shard, lost))
-                case r.Complete():
+                case events.Complete():
                     self._complete()
-                case r.GiveUp(error):
+                case events.GiveUp(error):
                     self._end(type(error))
         due = max(self.machine.next_deadline(), self.world.now + 0.001)
         if not self.machine.finished and due < self._timer:
@@ -319,12 +319,12 @@ class Transfer:
         if bases is not None:
             self.bases[key.shard] = bases
         needed = tuple(segment for segment in range(SEGMENTS) if segment not in here)
-        self.feed(r.Prepared(key.shard, needed, based=0 if bases is None else bases.count))
+        self.feed(events.Prepared(key.shard, needed, based=0 if bases is None else bases.count))
 
     def _fire(self, due: float) -> None:
         if due == self._timer and not self.machine.finished:
             self._timer = float("inf")
-            self.feed(r.Tick())
+            self.feed(events.Tick())
 
     def _key(self, shard: int) -> ShardKey:
         return ShardKey(self.machine.version, self.machine.layout, shard, self.machine.shard_count)
@@ -338,7 +338,7 @@ class Transfer:
                 answer = refusal(reply.error, reply.message)
             if acquire.beside and isinstance(reply, m.Granted):
                 self.world.counts["further_urgent" if acquire.urgent else "further_idle"] += 1
-            self.feed(r.Answer(request_id, answer, bool(acquire.beside)))
+            self.feed(events.Answer(request_id, answer, bool(acquire.beside)))
 
         request_id = self.worker.ask(
             lambda number: msgspec.structs.replace(acquire, request_id=number),

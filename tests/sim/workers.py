@@ -27,7 +27,7 @@ from tensorhub_plugins.core.client.shelf import (
 )
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import is_superseded
-from tensorhub_plugins.core.transfer import replication as r
+from tensorhub_plugins.core.transfer import events
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 FAILED = -1
@@ -263,12 +263,12 @@ class Worker:
                     self._answer(request, None)
                 case s.SourceGone(session):
                     for transfer in list(self.transfers):
-                        transfer.feed(r.SourceGone(session))
+                        transfer.feed(events.SourceGone(session))
                 case s.Directed(directive):
                     self.world.counts["directed"] += 1
                     for transfer in list(self.transfers):
                         self.world.counts["told_to_stop"] += directive.is_over(transfer.machine.version)
-                        transfer.feed(r.Directed(directive))
+                        transfer.feed(events.Directed(directive))
                     dropped = self.shelf.supersede(partial(is_superseded, lineage=directive.attempts))
                     self.world.counts["superseded_copies"] += len(dropped)
                     self.carry_out(dropped)

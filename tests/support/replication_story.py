@@ -5,7 +5,7 @@ from __future__ import annotations
 from tensorhub_plugins.core import errors
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.transfer import replication as r
+from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.types import CHECKPOINT, LATEST, Location
 
@@ -26,7 +26,7 @@ def grant(shard: int, session: bytes, of: Manifest) -> m.Grant:
 
 
 def granted(request: int, *grants: m.Grant, version: int = 7, layout: str = CHECKPOINT, count: int = 1, claim=None):
-    return r.Answer(request, m.Granted(request, version, layout, count, grants, claim))
+    return events.Answer(request, m.Granted(request, version, layout, count, grants, claim))
 
 
 class Story:
@@ -35,28 +35,28 @@ class Story:
     def __init__(self, version: int | str = 7, layouts: tuple[str, ...] = (CHECKPOINT,), **options: object) -> None:
         number = 0 if version == LATEST else version
         self.now = 0.0
-        self.machine = r.Replication(number, 3, layouts, False, TIMEOUT_S, TIMEOUT_S, **options)
+        self.machine = replication.Replication(number, 3, layouts, False, TIMEOUT_S, TIMEOUT_S, **options)
 
-    def at(self, now: float, event: r.Event) -> list[r.Effect]:
+    def at(self, now: float, event: events.Event) -> list[events.Effect]:
         """Return the effects of an event, once there is memory for what the machine wants to prepare."""
         self.now = now
         effects = self.machine.handle(event, now)
-        if effects and isinstance(effects[-1], r.Prepare):
+        if effects and isinstance(effects[-1], events.Prepare):
             key, of = effects[-1].key, effects[-1].manifest
-            effects[-1:] = self.machine.handle(r.Prepared(key.shard, tuple(range(of.segment_count))), now)
+            effects[-1:] = self.machine.handle(events.Prepared(key.shard, tuple(range(of.segment_count))), now)
         return effects
 
-    def then(self, event: r.Event) -> list[r.Effect]:
+    def then(self, event: events.Event) -> list[events.Effect]:
         return self.at(self.now, event)
 
-    def asks(self, effects: list[r.Effect]) -> m.Acquire:
+    def asks(self, effects: list[events.Effect]) -> m.Acquire:
         """Return the question that is the only effect."""
         (ask,) = effects
-        assert isinstance(ask, r.AskSources)
+        assert isinstance(ask, events.AskSources)
         return ask.acquire
 
     def begin(self) -> None:
-        self.asks(self.then(r.Begin()))
+        self.asks(self.then(events.Begin()))
 
     def open(self, request: int, *pairs: tuple[bytes, Manifest]) -> None:
         """Go from Begin to every shard being read."""
@@ -64,17 +64,19 @@ class Story:
         grants = [grant(shard, session, of) for shard, (session, of) in enumerate(pairs)]
         self.then(granted(request, *grants, count=len(pairs)))
         for shard, (session, of) in enumerate(pairs):
-            effects = self.then(r.Opened(shard, session, of))
-            assert effects == [r.Read(shard, session, tuple(range(of.segment_count))[: LIMITS.window_first_segments])]
+            effects = self.then(events.Opened(shard, session, of))
+            assert effects == [
+                events.Read(shard, session, tuple(range(of.segment_count))[: LIMITS.window_first_segments])
+            ]
 
     def arrive(self, shard: int, session: bytes, *segments: int) -> None:
         for segment in segments:
-            effects = self.then(r.Arrived(shard, session, segment, True))
+            effects = self.then(events.Arrived(shard, session, segment, True))
             state = self.machine.shards[shard]
-            done = [] if state.missing else [r.ConfirmEpoch(shard, session)]
-            assert effects == [r.Verified(shard, session, segment), *done]
+            done = [] if state.missing else [events.ConfirmEpoch(shard, session)]
+            assert effects == [events.Verified(shard, session, segment), *done]
 
 
-def gives_up(effects: list[r.Effect]) -> errors.TensorHubError:
-    assert isinstance(effects[-1], r.GiveUp)
+def gives_up(effects: list[events.Effect]) -> errors.TensorHubError:
+    assert isinstance(effects[-1], events.GiveUp)
     return effects[-1].error

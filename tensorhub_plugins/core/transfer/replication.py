@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from typing_extensions import assert_never
 
@@ -26,32 +27,7 @@ from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol import reach
 from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive
-from tensorhub_plugins.core.transfer.events import (
-    Answer,
-    Arrived,
-    AskSources,
-    Begin,
-    Close,
-    Complete,
-    ConfirmEpoch,
-    Directed,
-    Effect,
-    EndLease,
-    EpochChecked,
-    Event,
-    GiveUp,
-    Lost,
-    Open,
-    Opened,
-    Prepare,
-    Prepared,
-    Read,
-    Restart,
-    SourceGone,
-    SourceWaiting,
-    Tick,
-    Verified,
-)
+from tensorhub_plugins.core.transfer import events
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transfer.sharing import Assign, Leave, Shard, Source, plan, reason_for_more
 from tensorhub_plugins.core.types import FAR, HOST, Location, ShardKey, distance
@@ -106,41 +82,41 @@ class Replication:
         self._damage: errors.TensorHubError | None = None  # the last one
         self._directive = NO_DIRECTIVE  # the last one received
         self._grown: set[ShardKey] = set()  # shards for which the deadline was extended
-        self._effects: list[Effect] = []
+        self._effects: list[events.Effect] = []
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: events.Event, now: float) -> list[events.Effect]:
         """Take one event at time `now` (seconds of a monotonic clock); return what the shell is to do, in order."""
         self._effects = []
         if self.finished:
-            if isinstance(event, Answer) and isinstance(event.reply, m.Granted):
-                self._effects.append(EndLease(event.request_id, None, False))
+            if isinstance(event, events.Answer) and isinstance(event.reply, m.Granted):
+                self._effects.append(events.EndLease(event.request_id, None, False))
             return self._effects
         match event:
-            case Begin():
+            case events.Begin():
                 self._ask(now)
-            case Answer(request_id, reply, additional):
+            case events.Answer(request_id, reply, additional):
                 if additional:
                     self._answer_additional(request_id, reply, now)
                 else:
                     self._answer(request_id, reply, now)
-            case Opened(shard, session, manifest):
+            case events.Opened(shard, session, manifest):
                 self._opened(shard, session, manifest, now)
-            case Prepared():
+            case events.Prepared():
                 self._prepared(event, now)
-            case Arrived():
+            case events.Arrived():
                 self._arrived(event, now)
-            case SourceWaiting(shard, session):
+            case events.SourceWaiting(shard, session):
                 self._waits(shard, session, now)
-            case EpochChecked(shard, session, unchanged):
+            case events.EpochChecked(shard, session, unchanged):
                 self._epoch_checked(shard, session, unchanged, now)
-            case Lost(shard, session, why, refused, unreached):
+            case events.Lost(shard, session, why, refused, unreached):
                 self._has_unreached |= unreached
                 self._lost(shard, session, why, now, refused=refused)
-            case SourceGone(session):
+            case events.SourceGone(session):
                 self._gone(session, now)
-            case Directed(directive):
+            case events.Directed(directive):
                 self._direct(directive)
-            case Tick():
+            case events.Tick():
                 for shard in self.shards:
                     self._check_speed(shard, now)
             case _:
@@ -176,36 +152,26 @@ class Replication:
         orphans = tuple(shard for shard, state in self.shards.items() if not state.sources and not state.is_done)
         self._asking, self._ask_at = True, None
         left_s = remaining_s(self.deadline, now)
-        self._effects.append(AskSources(self._acquire(self.layouts, orphans, left_s, claim=self.claim)))
+        self._effects.append(events.AskSources(self._acquire(self.layouts, orphans, left_s, claim=self.claim)))
 
-    def _acquire(
-        self,
-        layouts: tuple[str, ...],
-        shards: tuple[int, ...],
-        timeout_s: float,
-        *,
-        claim: bool = False,
-        beside: tuple[bytes, ...] = (),
-        urgent: bool = False,
-    ) -> m.Acquire:
+    def _acquire(self, layouts: tuple[str, ...], shards: tuple[int, ...], timeout_s: float, **more: Any) -> m.Acquire:
+        """Return the request for sources of these shards. more: its other fields."""
         return m.Acquire(
             request_id=0,
             version=self.version,
             at_least=self.at_least,
             layouts=layouts,
             timeout_s=timeout_s,
-            claim=claim,
             shards=shards,
             shards_layout=self.layout,
             shard_count=self.shard_count,
             avoid=tuple(self._avoid),
             exclude=tuple(self._exclude),
             serve=self.serve,
-            beside=beside,
-            urgent=urgent,
             for_others=self.for_others,
             in_part=self.in_part,
             grows=self.grows,
+            **more,
         )
 
     def _answer(self, request_id: int, reply: m.Granted | errors.TensorHubError, now: float) -> None:
@@ -215,24 +181,21 @@ class Replication:
             self._give_up(self._no_hub(reply.peer, f": {reply.message}") if unheard else self._explained(reply))
             return
         if (reply.layout, reply.shard_count) != (self.layout, self.shard_count):
-            self._begin_layout(reply)
+            if self.layout:
+                self._drop_all()
+                self._effects.append(events.Restart(reply.layout))
+            self.layout, self.shard_count = reply.layout, reply.shard_count
+            self.shards = {grant.shard: Shard(grant.root, self.verify) for grant in reply.grants}
         self.version = reply.version
         if reply.claim is not None:
             self.claimed = reply.claim
         if self._directive.is_over(self.version):  # a moment after it was granted
-            self._effects.append(EndLease(request_id, None, False))
+            self._effects.append(events.EndLease(request_id, None, False))
             self._give_up(self._is_over())
             return
         self._take(request_id, reply, now, sources_max=1)
         if self._ask_at is None and any(not s.sources and not s.is_done for s in self.shards.values()):
             self._ask_at = now
-
-    def _begin_layout(self, reply: m.Granted) -> None:
-        if self.layout:
-            self._drop_all()
-            self._effects.append(Restart(reply.layout))
-        self.layout, self.shard_count = reply.layout, reply.shard_count
-        self.shards = {grant.shard: Shard(grant.root, self.verify) for grant in reply.grants}
 
     def _answer_additional(self, request_id: int, reply: m.Granted | errors.TensorHubError, now: float) -> None:
         self._asking_more = False
@@ -241,14 +204,14 @@ class Replication:
         if (reply.version, reply.layout, reply.shard_count) == (self.version, self.layout, self.shard_count):
             self._take(request_id, reply, now, sources_max=self.limits.sources_max)
         else:
-            self._effects.append(EndLease(request_id, None, False))
+            self._effects.append(events.EndLease(request_id, None, False))
 
     def _take(self, request_id: int, reply: m.Granted, now: float, *, sources_max: int) -> None:
         """Open what was granted, up to so many sources of a shard."""
         for grant in reply.grants:
             state = self.shards.get(grant.shard)
             if state is None or state.is_whole or grant.session in state.sources or len(state.sources) >= sources_max:
-                self._effects.append(EndLease(request_id, grant.shard, False))
+                self._effects.append(events.EndLease(request_id, grant.shard, False))
                 continue
             away = distance(self.location, grant.location)
             limits = self.limits
@@ -256,7 +219,7 @@ class Replication:
             source = Source(limits, grant, request_id, now, away == FAR, first, away != HOST)
             source.expects_deltas = state.has_bases and source.is_elsewhere
             state.sources[grant.session] = source
-            self._effects.append(Open(self._key(grant.shard), grant, request_id))
+            self._effects.append(events.Open(self._key(grant.shard), grant, request_id))
 
     def _key(self, shard: int) -> ShardKey:
         return ShardKey(self.version, self.layout, shard, self.shard_count)
@@ -273,7 +236,7 @@ class Replication:
         elif not state.is_preparing:
             state.is_preparing = True
             state.lender = session if self.borrows else None
-            self._effects.append(Prepare(self._key(shard), manifest, state.lender))
+            self._effects.append(events.Prepare(self._key(shard), manifest, state.lender))
 
     def _believes(self, shard: int, session: bytes, manifest: Manifest, now: float) -> bool:
         """Return whether this is what was published, with digests that we accept; if not, leave its source."""
@@ -283,7 +246,8 @@ class Replication:
             self._exclude_opened(shard, session, why, self._corrupt_bytes(shard, session, why), now)
             return False
         if self.verify and not manifest.has_digests:
-            self._give_up(self._no_digests(shard, peer))
+            text = "was published without digests: read with verify=False, or publish with verify=True"
+            self._give_up(errors.UsageError(f"{self._key(shard)} {text}", peer=peer))
             return False
         if self.algorithm not in (None, manifest.digest_algorithm):  # by the publisher, or by a forger of the root
             error = self._other_digests(shard, peer, manifest.digest_algorithm)
@@ -291,7 +255,7 @@ class Replication:
             return False
         return True
 
-    def _prepared(self, event: Prepared, now: float) -> None:
+    def _prepared(self, event: events.Prepared, now: float) -> None:
         state = self.shards[event.shard]
         state.lender = state.lender if event.is_borrowed else None
         if self.grows and self._key(event.shard) not in self._grown:
@@ -318,7 +282,7 @@ class Replication:
             match action:
                 case Assign(session, segments):
                     state.assign(session, segments, now)
-                    self._effects.append(Read(shard, session, segments))
+                    self._effects.append(events.Read(shard, session, segments))
                 case Leave(session):
                     state.peer = state.sources[session].grant.worker
                     self.losses.append(f"shard {shard} from {state.peer}: it was slow, another took over its rest")
@@ -340,10 +304,10 @@ class Replication:
         self._asking_more = True
         urgent = reason == "slow"
         left_s = remaining_s(self.deadline, now) if urgent else 0.0  # else: one that is idle now, or none
-        beside = tuple(state.sources)
-        self._effects.append(AskSources(self._acquire((self.layout,), (shard,), left_s, beside=beside, urgent=urgent)))
+        asked = self._acquire((self.layout,), (shard,), left_s, beside=tuple(state.sources), urgent=urgent)
+        self._effects.append(events.AskSources(asked))
 
-    def _arrived(self, event: Arrived, now: float) -> None:
+    def _arrived(self, event: events.Arrived, now: float) -> None:
         source = self._current(event.shard, event.session)
         if source is None or event.segment not in source.assigned:
             return
@@ -357,10 +321,10 @@ class Replication:
             self._extend(now + TIMEOUT_S - self.deadline)
         del state.missing[event.segment]
         source.arrived(event.segment, now, waited=event.waited, by_delta=event.by_delta)
-        self._effects.append(Verified(event.shard, event.session, event.segment))
+        self._effects.append(events.Verified(event.shard, event.session, event.segment))
         self._go_on(event.shard, state, now)
 
-    def _arrived_corrupt(self, event: Arrived, now: float) -> None:
+    def _arrived_corrupt(self, event: events.Arrived, now: float) -> None:
         self._corrupt[event.session] += 1
         if self._corrupt[event.session] >= self.limits.corrupt_segments_max:
             self._exclude[event.session] = None
@@ -391,7 +355,7 @@ class Replication:
                 self._leave(shard, state, session, lost=False)
             elif not source.is_checked:
                 source.is_checked = True
-                self._effects.append(ConfirmEpoch(shard, session))
+                self._effects.append(events.ConfirmEpoch(shard, session))
         self._complete_if_done()
 
     def _epoch_checked(self, shard: int, session: bytes, unchanged: bool, now: float) -> None:
@@ -410,7 +374,7 @@ class Replication:
     def _complete_if_done(self) -> None:
         if all(s.is_done for s in self.shards.values()):
             self.finished = True
-            self._effects.append(Complete())
+            self._effects.append(events.Complete())
 
     # --- losses ---
 
@@ -424,8 +388,8 @@ class Replication:
         corrupt: tuple[int, ...] = (),
         refused: bool = False,
     ) -> None:
-        source = state.remove(session, lost=lost)
-        self._effects += [Close(shard, session), EndLease(source.request_id, shard, lost, corrupt, refused)]
+        request_id = state.remove(session, lost=lost).request_id
+        self._effects += [events.Close(shard, session), events.EndLease(request_id, shard, lost, corrupt, refused)]
 
     def _lost(
         self,
@@ -460,7 +424,7 @@ class Replication:
         """Start again without loans: the lost source's memory has what has come, and cannot take the rest."""
         self.borrows = False
         self._drop_all()
-        self._effects.append(Restart(self.layout))
+        self._effects.append(events.Restart(self.layout))
         self.shards = {shard: Shard(state.root, self.verify, peer=state.peer) for shard, state in self.shards.items()}
 
     def _waits(self, shard: int, session: bytes, now: float) -> None:
@@ -486,7 +450,7 @@ class Replication:
     def _drop_all(self) -> None:
         for shard, state in self.shards.items():
             for session, source in state.sources.items():
-                self._effects += [Close(shard, session), EndLease(source.request_id, shard, False)]
+                self._effects += [events.Close(shard, session), events.EndLease(source.request_id, shard, False)]
             state.sources = {}
 
     # --- errors ---
@@ -494,7 +458,7 @@ class Replication:
     def _give_up(self, error: errors.TensorHubError) -> None:
         self._drop_all()
         self.finished = True
-        self._effects.append(GiveUp(error))
+        self._effects.append(events.GiveUp(error))
 
     def _explained(self, error: errors.TensorHubError) -> errors.TensorHubError:
         """Return the hub's refusal, extended by what this transfer knows."""
@@ -524,10 +488,6 @@ class Replication:
             version=self.version,
             phase="read",
         )
-
-    def _no_digests(self, shard: int, peer: str) -> errors.TensorHubError:
-        text = "was published without digests: read with verify=False, or publish with verify=True"
-        return errors.UsageError(f"{self._key(shard)} {text}", peer=peer)
 
     def _other_digests(self, shard: int, peer: str, found: str) -> errors.UsageError:
         text = f"is offered with digests by {found}, and this reader believes {self.algorithm} only: publish with that"

@@ -11,7 +11,7 @@ from tensorhub_plugins.core.deadline import TIMEOUT_S as SLOW_S
 from tensorhub_plugins.core.manifest import NO_DIGESTS
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.directive import Directive
-from tensorhub_plugins.core.transfer import replication as r
+from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.types import CHECKPOINT, LATEST, ShardKey
 
 # --- the way of one version ---
@@ -19,13 +19,17 @@ from tensorhub_plugins.core.types import CHECKPOINT, LATEST, ShardKey
 
 def test_ask_open_read_verify_complete():
     story, of = Story(), manifest(2)
-    assert story.then(r.Begin()) == [r.AskSources(m.Acquire(0, 7, 3, (CHECKPOINT,), TIMEOUT_S))]
+    assert story.then(events.Begin()) == [events.AskSources(m.Acquire(0, 7, 3, (CHECKPOINT,), TIMEOUT_S))]
     key = ShardKey(7, CHECKPOINT, 0, 1)
-    assert story.then(granted(1, grant(0, A, of))) == [r.Open(key, grant(0, A, of), 1)]
-    assert story.then(r.Opened(0, A, of)) == [r.Read(0, A, (0, 1))]
-    assert story.then(r.Arrived(0, A, 1, True)) == [r.Verified(0, A, 1)]
-    assert story.then(r.Arrived(0, A, 0, True)) == [r.Verified(0, A, 0), r.ConfirmEpoch(0, A)]
-    assert story.then(r.EpochChecked(0, A, True)) == [r.Close(0, A), r.EndLease(1, 0, False), r.Complete()]
+    assert story.then(granted(1, grant(0, A, of))) == [events.Open(key, grant(0, A, of), 1)]
+    assert story.then(events.Opened(0, A, of)) == [events.Read(0, A, (0, 1))]
+    assert story.then(events.Arrived(0, A, 1, True)) == [events.Verified(0, A, 1)]
+    assert story.then(events.Arrived(0, A, 0, True)) == [events.Verified(0, A, 0), events.ConfirmEpoch(0, A)]
+    assert story.then(events.EpochChecked(0, A, True)) == [
+        events.Close(0, A),
+        events.EndLease(1, 0, False),
+        events.Complete(),
+    ]
     assert story.machine.finished and story.machine.losses == []
 
 
@@ -33,42 +37,42 @@ def test_a_shard_without_bytes_is_complete_once_it_is_opened():
     story, of = Story(), manifest(0)
     story.begin()
     story.then(granted(1, grant(0, A, of)))
-    assert story.then(r.Opened(0, A, of)) == [r.Close(0, A), r.EndLease(1, 0, False), r.Complete()]
+    assert story.then(events.Opened(0, A, of)) == [events.Close(0, A), events.EndLease(1, 0, False), events.Complete()]
 
 
 def test_it_is_complete_only_when_every_shard_is():
     story, one, two = Story(), manifest(1), manifest(1, "2")
     story.open(1, (A, one), (B, two))
     story.arrive(1, B, 0)
-    assert story.then(r.EpochChecked(1, B, True)) == [r.Close(1, B), r.EndLease(1, 1, False)]
+    assert story.then(events.EpochChecked(1, B, True)) == [events.Close(1, B), events.EndLease(1, 1, False)]
     story.arrive(0, A, 0)
-    assert story.then(r.EpochChecked(0, A, True))[-1] == r.Complete()
+    assert story.then(events.EpochChecked(0, A, True))[-1] == events.Complete()
 
 
 def test_latest_stays_what_it_was_resolved_to():
     story, of = Story(LATEST), manifest(1)
-    assert story.asks(story.then(r.Begin())).version == 0
+    assert story.asks(story.then(events.Begin())).version == 0
     story.then(granted(1, grant(0, A, of), version=9))
-    assert story.asks(story.then(r.Lost(0, A, "died"))[2:]).version == 9
+    assert story.asks(story.then(events.Lost(0, A, "died"))[2:]).version == 9
 
 
 def test_after_the_end_nothing_is_done_and_a_late_grant_is_given_back():
     story, of = Story(), manifest(1)
     story.open(1, (A, of))
     story.arrive(0, A, 0)
-    story.then(r.EpochChecked(0, A, True))
+    story.then(events.EpochChecked(0, A, True))
     for late in (
-        r.Arrived(0, A, 0, True),
-        r.Arrived(0, A, 0, False),
-        r.Lost(0, A, "late"),
-        r.EpochChecked(0, A, False),
-        r.Opened(0, A, of),
-        r.SourceGone(A),
-        r.Tick(),
-        r.Answer(5, errors.HubUnreachable("away")),
+        events.Arrived(0, A, 0, True),
+        events.Arrived(0, A, 0, False),
+        events.Lost(0, A, "late"),
+        events.EpochChecked(0, A, False),
+        events.Opened(0, A, of),
+        events.SourceGone(A),
+        events.Tick(),
+        events.Answer(5, errors.HubUnreachable("away")),
     ):
         assert story.then(late) == []
-    assert story.then(granted(5, grant(0, B, of))) == [r.EndLease(5, None, False)]
+    assert story.then(granted(5, grant(0, B, of))) == [events.EndLease(5, None, False)]
 
 
 def test_memory_is_prepared_once_and_every_source_that_is_open_by_then_is_used():
@@ -76,46 +80,46 @@ def test_memory_is_prepared_once_and_every_source_that_is_open_by_then_is_used()
     story.begin()
     story.then(granted(1, grant(0, A, of)))
     key, handle = ShardKey(7, CHECKPOINT, 0, 1), story.machine.handle
-    assert handle(r.Opened(0, A, of), 0.0) == [r.Prepare(key, of)]
-    assert handle(r.Opened(0, A, of), 0.0) == []  # doubled
-    assert handle(r.Prepared(0, (0, 2)), 5.0) == [r.Read(0, A, (0, 2))]  # only what is wanted
-    assert handle(r.Tick(), 5.1) == []  # the time that memory took is not the source's
+    assert handle(events.Opened(0, A, of), 0.0) == [events.Prepare(key, of)]
+    assert handle(events.Opened(0, A, of), 0.0) == []  # doubled
+    assert handle(events.Prepared(0, (0, 2)), 5.0) == [events.Read(0, A, (0, 2))]  # only what is wanted
+    assert handle(events.Tick(), 5.1) == []  # the time that memory took is not the source's
 
 
 @pytest.mark.parametrize("grows", [True, False])
 def test_the_deadline_that_nobody_has_given_moves_with_what_is_to_be_read_once_a_shard(grows):
     story, of = Story(grows=grows), manifest(3)
-    assert story.asks(story.then(r.Begin())).grows == grows
+    assert story.asks(story.then(events.Begin())).grows == grows
     story.then(granted(1, grant(0, A, of)))
-    story.machine.handle(r.Opened(0, A, of), 0.0)
+    story.machine.handle(events.Opened(0, A, of), 0.0)
     for _ in range(2):  # the second, after a loss, is of the same bytes
-        story.machine.handle(r.Prepared(0, (0, 1, 2), size_bytes=10 * 10**9), 0.0)
+        story.machine.handle(events.Prepared(0, (0, 1, 2), size_bytes=10 * 10**9), 0.0)
         assert story.machine.deadline == story.machine.timeout_s == TIMEOUT_S + 20 * grows
 
 
 @pytest.mark.parametrize("grows", [True, False])
 def test_what_comes_slowly_is_waited_for_and_what_stands_still_is_not(grows):
     story, of = Story(grows=grows), manifest(4)
-    story.then(r.Begin())
+    story.then(events.Begin())
     story.then(granted(1, grant(0, A, of)))
     handle = story.machine.handle
-    handle(r.Opened(0, A, of), 0.0)
-    handle(r.Prepared(0, (0, 1, 2, 3)), 0.0)
+    handle(events.Opened(0, A, of), 0.0)
+    handle(events.Prepared(0, (0, 1, 2, 3)), 0.0)
     now = TIMEOUT_S - 1
     for segment in range(3 if grows else 1):
-        handle(r.Arrived(0, A, segment, True), now)
+        handle(events.Arrived(0, A, segment, True), now)
         limit_s = now + SLOW_S if grows else TIMEOUT_S
         assert story.machine.deadline == pytest.approx(limit_s) and story.machine.timeout_s == pytest.approx(limit_s)
         now += SLOW_S - 1
-    assert gives_up(handle(r.Tick(), limit_s + 0.1)).timeout_s == story.machine.timeout_s
+    assert gives_up(handle(events.Tick(), limit_s + 0.1)).timeout_s == story.machine.timeout_s
 
 
 def test_what_was_published_without_digests_is_not_read_by_who_compares_them():
     story, of = Story(), msgspec.structs.replace(manifest(1), digests=b"1" * 16, digest_algorithm=NO_DIGESTS)
     story.begin()
     story.then(granted(1, grant(0, A, of)))
-    effects = story.then(r.Opened(0, A, of))
-    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, False)]
+    effects = story.then(events.Opened(0, A, of))
+    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, False)]
     error = gives_up(effects)
     assert type(error) is errors.UsageError and "published without digests" in str(error) and error.peer == "a/0"
 
@@ -127,9 +131,9 @@ def test_a_version_that_is_withdrawn_is_not_read_to_its_end():
     story, one, two = Story(), manifest(2), manifest(1, "2")
     story.open(1, (A, one), (B, two))
     story.arrive(0, A, 0)
-    assert story.then(r.Directed(Directive(0, 0, (5, 6)))) == []  # others
-    effects = story.then(r.Directed(Directive(0, 0, (5, 6, 7))))
-    ends = [r.Close(0, A), r.EndLease(1, 0, False), r.Close(1, B), r.EndLease(1, 1, False)]
+    assert story.then(events.Directed(Directive(0, 0, (5, 6)))) == []  # others
+    effects = story.then(events.Directed(Directive(0, 0, (5, 6, 7))))
+    ends = [events.Close(0, A), events.EndLease(1, 0, False), events.Close(1, B), events.EndLease(1, 1, False)]
     assert effects[:-1] == ends and story.machine.finished
     error = gives_up(effects)
     assert isinstance(error, errors.VersionGone) and error.version == 7 and "withdrawn" in error.message
@@ -138,9 +142,9 @@ def test_a_version_that_is_withdrawn_is_not_read_to_its_end():
 def test_a_grant_and_the_withdrawal_of_its_version_cross():
     story, of = Story(LATEST), manifest(1)
     story.begin()
-    story.then(r.Directed(Directive(0, 0, (7,))))  # which version it is to read it does not know yet
+    story.then(events.Directed(Directive(0, 0, (7,))))  # which version it is to read it does not know yet
     effects = story.then(granted(1, grant(0, A, of)))
-    assert effects[0] == r.EndLease(1, None, False)
+    assert effects[0] == events.EndLease(1, None, False)
     assert isinstance(gives_up(effects), errors.VersionGone)
 
 
@@ -151,48 +155,62 @@ def test_a_lost_source_costs_what_was_in_flight_and_nothing_verified():
     story, of = Story(), manifest(4)
     story.open(1, (A, of))
     story.arrive(0, A, 0, 2)
-    effects = story.then(r.Lost(0, A, "died"))
-    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    effects = story.then(events.Lost(0, A, "died"))
+    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, True)]
     again = story.asks(effects[2:])
     assert (again.shards, again.shards_layout, again.shard_count) == ((0,), CHECKPOINT, 1)
     assert (again.avoid, again.exclude) == ((A,), ())
     story.then(granted(2, grant(0, B, of)))
-    assert story.then(r.Opened(0, B, of)) == [r.Read(0, B, (1, 3))]
+    assert story.then(events.Opened(0, B, of)) == [events.Read(0, B, (1, 3))]
     story.arrive(0, B, 1, 3)
-    assert story.then(r.EpochChecked(0, B, True)) == [r.Close(0, B), r.EndLease(2, 0, False), r.Complete()]
+    assert story.then(events.EpochChecked(0, B, True)) == [
+        events.Close(0, B),
+        events.EndLease(2, 0, False),
+        events.Complete(),
+    ]
     assert story.machine.losses == ["shard 0 from a/0: died"]
 
 
 def test_words_of_a_source_that_was_left_mean_nothing():
     story, of = Story(), manifest(2)
     story.open(1, (A, of))
-    story.then(r.Lost(0, A, "died"))
-    for late in (r.Arrived(0, A, 0, True), r.EpochChecked(0, A, True), r.Lost(0, A, "again"), r.Opened(0, A, of)):
+    story.then(events.Lost(0, A, "died"))
+    for late in (
+        events.Arrived(0, A, 0, True),
+        events.EpochChecked(0, A, True),
+        events.Lost(0, A, "again"),
+        events.Opened(0, A, of),
+    ):
         assert story.then(late) == []
     story.then(granted(2, grant(0, B, of)))
-    for late in (r.Arrived(0, A, 0, True), r.EpochChecked(0, A, True), r.Lost(0, A, "again"), r.Opened(0, A, of)):
+    for late in (
+        events.Arrived(0, A, 0, True),
+        events.EpochChecked(0, A, True),
+        events.Lost(0, A, "again"),
+        events.Opened(0, A, of),
+    ):
         assert story.then(late) == []
-    assert story.then(r.Opened(0, B, of)) == [r.Read(0, B, (0, 1))]
-    assert story.then(r.Opened(0, B, of)) == []  # doubled
+    assert story.then(events.Opened(0, B, of)) == [events.Read(0, B, (0, 1))]
+    assert story.then(events.Opened(0, B, of)) == []  # doubled
     story.arrive(0, B, 0)
-    assert story.then(r.Arrived(0, B, 0, True)) == []  # doubled
-    assert story.then(r.Arrived(0, B, 0, False)) == []  # it is verified, whatever comes after
+    assert story.then(events.Arrived(0, B, 0, True)) == []  # doubled
+    assert story.then(events.Arrived(0, B, 0, False)) == []  # it is verified, whatever comes after
 
 
 def test_a_reading_that_ends_early_is_a_loss():
     story, of = Story(), manifest(2)
     story.open(1, (A, of))
     story.arrive(0, A, 0)
-    assert story.then(r.EpochChecked(0, A, True))[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    assert story.then(events.EpochChecked(0, A, True))[:2] == [events.Close(0, A), events.EndLease(1, 0, True)]
     assert story.machine.losses == ["shard 0 from a/0: 1 segments did not arrive"]
 
 
 def test_the_hub_says_that_a_source_is_gone():
     story, of = Story(), manifest(1)
     story.open(1, (A, of))
-    assert story.then(r.SourceGone(B)) == []
-    assert story.then(r.SourceGone(A))[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
-    assert story.then(r.SourceGone(A)) == []
+    assert story.then(events.SourceGone(B)) == []
+    assert story.then(events.SourceGone(A))[:2] == [events.Close(0, A), events.EndLease(1, 0, True)]
+    assert story.then(events.SourceGone(A)) == []
 
 
 def test_one_source_that_takes_several_shards_with_it_costs_one_question_and_no_wait():
@@ -200,28 +218,31 @@ def test_one_source_that_takes_several_shards_with_it_costs_one_question_and_no_
     parts = [manifest(1, str(shard)) for shard in range(4)]
     story.open(1, *[(A, of) for of in parts])
     story.arrive(2, A, 0)
-    story.then(r.EpochChecked(2, A, True))
-    effects = story.then(r.SourceGone(A))
-    assert effects[:6] == [x for shard in (0, 1, 3) for x in (r.Close(shard, A), r.EndLease(1, shard, True))]
+    story.then(events.EpochChecked(2, A, True))
+    effects = story.then(events.SourceGone(A))
+    assert effects[:6] == [x for shard in (0, 1, 3) for x in (events.Close(shard, A), events.EndLease(1, shard, True))]
     assert story.asks(effects[6:]).shards == (0, 1, 3)
 
 
 def test_losses_that_come_while_it_asks_are_asked_about_next():
     story, one, two = Story(), manifest(1), manifest(1, "2")
     story.open(1, (A, one), (A, two))
-    assert story.asks(story.then(r.Lost(0, A, "died"))[2:]).shards == (0,)
-    assert story.then(r.Lost(1, A, "died")) == [r.Close(1, A), r.EndLease(1, 1, True)]  # a question is on its way
+    assert story.asks(story.then(events.Lost(0, A, "died"))[2:]).shards == (0,)
+    assert story.then(events.Lost(1, A, "died")) == [
+        events.Close(1, A),
+        events.EndLease(1, 1, True),
+    ]  # a question is on its way
     effects = story.then(granted(2, grant(0, B, one), count=2))
-    assert effects == [r.Open(ShardKey(7, CHECKPOINT, 0, 2), grant(0, B, one), 2)]
-    assert story.asks(story.at(story.machine.next_deadline(), r.Tick())).shards == (1,)
+    assert effects == [events.Open(ShardKey(7, CHECKPOINT, 0, 2), grant(0, B, one), 2)]
+    assert story.asks(story.at(story.machine.next_deadline(), events.Tick())).shards == (1,)
 
 
 def test_a_grant_for_what_is_read_already_is_given_back():
     story, one, two = Story(), manifest(1), manifest(1, "2")
     story.open(1, (A, one), (B, two))
-    story.then(r.Lost(0, A, "died"))
+    story.then(events.Lost(0, A, "died"))
     effects = story.then(granted(2, grant(0, C, one), grant(1, C, two), count=2))
-    assert effects == [r.Open(ShardKey(7, CHECKPOINT, 0, 2), grant(0, C, one), 2), r.EndLease(2, 1, False)]
+    assert effects == [events.Open(ShardKey(7, CHECKPOINT, 0, 2), grant(0, C, one), 2), events.EndLease(2, 1, False)]
 
 
 def test_it_backs_off_while_nothing_moves_and_starts_afresh_with_progress():
@@ -230,21 +251,21 @@ def test_it_backs_off_while_nothing_moves_and_starts_afresh_with_progress():
     waits = []
     for request in range(2, 12):
         lost_at = story.now
-        effects = story.at(lost_at, r.Lost(0, A, "refused"))
+        effects = story.at(lost_at, events.Lost(0, A, "refused"))
         if len(effects) == 2:
-            assert story.at(story.machine.next_deadline() - 0.001, r.Tick()) == []
-            effects = [*effects, *story.at(story.machine.next_deadline(), r.Tick())]
+            assert story.at(story.machine.next_deadline() - 0.001, events.Tick()) == []
+            effects = [*effects, *story.at(story.machine.next_deadline(), events.Tick())]
         story.asks(effects[2:])
         waits.append(round(story.now - lost_at, 3))
         story.then(granted(request, grant(0, A, of)))
     assert waits == [0, 0.1, 0.2, 0.4, 0.8, 1.6, 2, 2, 2, 2]
-    story.then(r.Opened(0, A, of))
+    story.then(events.Opened(0, A, of))
     story.arrive(0, A, 0)
-    assert len(story.then(r.Lost(0, A, "died"))) == 3  # asked at once
+    assert len(story.then(events.Lost(0, A, "died"))) == 3  # asked at once
 
 
 def test_backing_off_for_hours_does_not_overflow():
-    assert r.backoff_s(10**6, LIMITS) == LIMITS.backoff_max_s
+    assert replication.backoff_s(10**6, LIMITS) == LIMITS.backoff_max_s
 
 
 def test_two_sources_that_fail_in_turn_do_not_keep_the_hub_busy():
@@ -255,14 +276,16 @@ def test_two_sources_that_fail_in_turn_do_not_keep_the_hub_busy():
     questions, request, asking = 0, 1, False
     while story.now < 10.0:
         for shard in (0, 1):
-            for effect in story.then(r.Lost(shard, A, "refused")):
-                asking |= isinstance(effect, r.AskSources)
+            for effect in story.then(events.Lost(shard, A, "refused")):
+                asking |= isinstance(effect, events.AskSources)
         if asking:
             questions, request, asking = questions + 1, request + 1, False
             effects = story.then(granted(request, grant(0, A, one), grant(1, A, two), count=2))
-            asking = any(isinstance(effect, r.AskSources) for effect in effects)
+            asking = any(isinstance(effect, events.AskSources) for effect in effects)
         else:
-            asking = any(isinstance(e, r.AskSources) for e in story.at(story.machine.next_deadline(), r.Tick()))
+            asking = any(
+                isinstance(e, events.AskSources) for e in story.at(story.machine.next_deadline(), events.Tick())
+            )
     assert questions < 15
 
 
@@ -273,23 +296,23 @@ def test_a_corrupt_segment_is_read_again_and_never_verified():
     story, of = Story(), manifest(2)
     story.open(1, (A, of))
     story.arrive(0, A, 0)
-    effects = story.then(r.Arrived(0, A, 1, False))
-    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, True, corrupt=(1,))]  # which the hub is told
+    effects = story.then(events.Arrived(0, A, 1, False))
+    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, True, corrupt=(1,))]  # which the hub is told
     assert story.asks(effects[2:]).exclude == ()
     story.then(granted(2, grant(0, A, of)))
-    assert story.then(r.Opened(0, A, of)) == [r.Read(0, A, (1,))]
+    assert story.then(events.Opened(0, A, of)) == [events.Read(0, A, (1,))]
 
 
 def test_a_source_that_keeps_sending_corrupt_bytes_is_excluded():
     story, of = Story(), manifest(2)
     story.open(1, (A, of))
     for request in range(2, 2 + LIMITS.corrupt_segments_max):
-        effects = story.then(r.Arrived(0, A, 1, False))
+        effects = story.then(events.Arrived(0, A, 1, False))
         if len(effects) == 2:
-            effects += story.at(story.machine.next_deadline(), r.Tick())
+            effects += story.at(story.machine.next_deadline(), events.Tick())
         acquire = story.asks(effects[2:])
         story.then(granted(request, grant(0, A, of)))
-        story.then(r.Opened(0, A, of))
+        story.then(events.Opened(0, A, of))
     assert acquire.exclude == (A,)
     assert story.machine.losses == ["shard 0 from a/0: segment 1 arrived corrupt"] * LIMITS.corrupt_segments_max
 
@@ -297,8 +320,8 @@ def test_a_source_that_keeps_sending_corrupt_bytes_is_excluded():
 def test_when_only_excluded_sources_are_left_it_names_what_was_corrupt():
     story, of = Story(), manifest(2)
     story.open(1, (A, of))
-    story.then(r.Arrived(0, A, 1, False, tensors=tuple(f"w{i}" for i in range(7))))
-    error = gives_up(story.then(r.Answer(2, errors.VersionGone("only excluded sources are left"))))
+    story.then(events.Arrived(0, A, 1, False, tensors=tuple(f"w{i}" for i in range(7))))
+    error = gives_up(story.then(events.Answer(2, errors.VersionGone("only excluded sources are left"))))
     assert type(error) is errors.CorruptBytes
     assert (error.version, error.shard, error.peer, error.segment) == (7, 0, "a/0", 1)
     assert error.tensors == tuple(f"w{i}" for i in range(7))
@@ -307,8 +330,8 @@ def test_when_only_excluded_sources_are_left_it_names_what_was_corrupt():
     story = Story()
     story.begin()
     story.then(granted(1, grant(0, A, of)))
-    story.then(r.Opened(0, A, manifest(2, "other")))
-    error = gives_up(story.then(r.Answer(2, errors.VersionGone("only excluded sources are left"))))
+    story.then(events.Opened(0, A, manifest(2, "other")))
+    error = gives_up(story.then(events.Answer(2, errors.VersionGone("only excluded sources are left"))))
     assert type(error) is errors.CorruptBytes and error.segment is None and "its manifest is not the one" in str(error)
 
 
@@ -316,8 +339,8 @@ def test_a_manifest_that_was_not_the_published_one_excludes_its_source():
     story, of = Story(), manifest(2)
     story.begin()
     story.then(granted(1, grant(0, A, of)))
-    effects = story.then(r.Opened(0, A, manifest(2, "other")))
-    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    effects = story.then(events.Opened(0, A, manifest(2, "other")))
+    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, True)]
     assert story.asks(effects[2:]).exclude == (A,)
 
 
@@ -327,10 +350,10 @@ def test_who_believes_one_digest_only_takes_no_other_whatever_its_root():
     story = Story(algorithm="blake3")
     story.begin()
     story.then(granted(1, grant(0, A, weak)))
-    effects = story.then(r.Opened(0, A, weak))
-    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    effects = story.then(events.Opened(0, A, weak))
+    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, True)]
     assert story.asks(effects[2:]).exclude == (A,)
-    error = gives_up(story.then(r.Answer(2, errors.VersionGone("only excluded sources are left"))))
+    error = gives_up(story.then(events.Answer(2, errors.VersionGone("only excluded sources are left"))))
     assert type(error) is errors.UsageError and error.peer == "a/0"
     assert "digests by xxh3_128, and this reader believes blake3 only" in str(error)
 
@@ -344,11 +367,11 @@ def test_the_epoch_decides_when_digests_are_off():
         story, of = Story(verify=verify), manifest(1)
         story.open(1, (A, of))
         story.arrive(0, A, 0)
-        last = story.then(r.EpochChecked(0, A, unchanged))[-1]
+        last = story.then(events.EpochChecked(0, A, unchanged))[-1]
         if completes:
-            assert last == r.Complete()
+            assert last == events.Complete()
         else:
-            assert isinstance(last, r.GiveUp) and isinstance(last.error, errors.SourceLost)
+            assert isinstance(last, events.GiveUp) and isinstance(last.error, errors.SourceLost)
             assert "withdrew" in str(last.error) and last.error.peer == "a/0"
 
 
@@ -359,24 +382,27 @@ def test_another_layout_starts_again():
     story, runtime, checkpoint = Story(layouts=(RUNTIME, CHECKPOINT)), manifest(2), manifest(3)
     story.begin()
     story.then(granted(1, grant(0, A, runtime), layout=RUNTIME))
-    story.then(r.Opened(0, A, runtime))
+    story.then(events.Opened(0, A, runtime))
     story.arrive(0, A, 0)
-    story.then(r.Lost(0, A, "died"))
+    story.then(events.Lost(0, A, "died"))
     effects = story.then(granted(2, grant(0, B, checkpoint), layout=CHECKPOINT))
-    assert effects == [r.Restart(CHECKPOINT), r.Open(ShardKey(7, CHECKPOINT, 0, 1), grant(0, B, checkpoint), 2)]
-    assert story.then(r.Opened(0, B, checkpoint)) == [r.Read(0, B, (0, 1, 2))]
+    assert effects == [
+        events.Restart(CHECKPOINT),
+        events.Open(ShardKey(7, CHECKPOINT, 0, 1), grant(0, B, checkpoint), 2),
+    ]
+    assert story.then(events.Opened(0, B, checkpoint)) == [events.Read(0, B, (0, 1, 2))]
 
 
 def test_another_layout_closes_what_is_still_being_read():
     story, one, two, whole = Story(), manifest(1), manifest(1, "2"), manifest(2, "whole")
     story.open(1, (A, one), (B, two))
-    story.then(r.Lost(0, A, "died"))
+    story.then(events.Lost(0, A, "died"))
     effects = story.then(granted(2, grant(0, C, whole)))
     assert effects == [
-        r.Close(1, B),
-        r.EndLease(1, 1, False),
-        r.Restart(CHECKPOINT),
-        r.Open(ShardKey(7, CHECKPOINT, 0, 1), grant(0, C, whole), 2),
+        events.Close(1, B),
+        events.EndLease(1, 1, False),
+        events.Restart(CHECKPOINT),
+        events.Open(ShardKey(7, CHECKPOINT, 0, 1), grant(0, C, whole), 2),
     ]
 
 
@@ -395,10 +421,10 @@ def test_at_the_deadline_it_says_what_is_missing_from_whom():
     story, of = Story(), manifest(3)
     story.open(1, (A, of))
     story.arrive(0, A, 1)
-    story.at(TIMEOUT_S - 0.001, r.Tick())
+    story.at(TIMEOUT_S - 0.001, events.Tick())
     assert not story.machine.finished and story.machine.next_deadline() == TIMEOUT_S
-    effects = story.at(TIMEOUT_S, r.Tick())
-    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, False)]
+    effects = story.at(TIMEOUT_S, events.Tick())
+    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, False)]
     error = gives_up(effects)
     assert isinstance(error, errors.DeadlineExceeded)
     assert (error.version, error.peer, error.phase, error.timeout_s) == (7, "a/0", "read", TIMEOUT_S)
@@ -408,10 +434,10 @@ def test_at_the_deadline_it_says_what_is_missing_from_whom():
 def test_at_the_deadline_it_names_the_sources_that_were_lost():
     story, of = Story(), manifest(2)
     story.open(1, (A, of))
-    story.then(r.Lost(0, A, "connection refused"))  # asks at once; the hub knows nobody else
-    assert story.at(TIMEOUT_S, r.Tick()) == []  # its answer says more
+    story.then(events.Lost(0, A, "connection refused"))  # asks at once; the hub knows nobody else
+    assert story.at(TIMEOUT_S, events.Tick()) == []  # its answer says more
     assert story.machine.next_deadline() == TIMEOUT_S + LIMITS.hub_answer_s
-    error = gives_up(story.at(TIMEOUT_S + LIMITS.hub_answer_s, r.Tick()))
+    error = gives_up(story.at(TIMEOUT_S + LIMITS.hub_answer_s, events.Tick()))
     assert isinstance(error, errors.DeadlineExceeded)
     assert (error.version, error.peer, error.phase) == (7, "a/0", "read")
     assert "lost on the way: shard 0 from a/0: connection refused" in str(error)
@@ -421,20 +447,20 @@ def test_shards_that_nobody_opened_are_counted_apart():
     story, one, two = Story(), manifest(2), manifest(2, "2")
     story.begin()
     story.then(granted(1, grant(0, A, one), grant(1, B, two), count=2))
-    story.then(r.Opened(0, A, one))
-    error = gives_up(story.at(TIMEOUT_S, r.Tick()))
+    story.then(events.Opened(0, A, one))
+    error = gives_up(story.at(TIMEOUT_S, events.Tick()))
     assert "2 segments and 1 shards not yet opened were still missing" in str(error) and error.peer == "a/0, b/0"
 
 
 def test_no_answer_at_all_means_that_the_hub_is_away():
     story = Story()
     story.begin()
-    assert story.at(TIMEOUT_S, r.Tick()) == []
-    error = gives_up(story.at(TIMEOUT_S + LIMITS.hub_answer_s, r.Tick()))
+    assert story.at(TIMEOUT_S, events.Tick()) == []
+    error = gives_up(story.at(TIMEOUT_S + LIMITS.hub_answer_s, events.Tick()))
     assert isinstance(error, errors.HubUnreachable) and error.phase == "find sources"
     story = Story()
     story.begin()
-    unheard = gives_up(story.then(r.Answer(1, errors.HubUnreachable("it asks for the run's secret"))))
+    unheard = gives_up(story.then(events.Answer(1, errors.HubUnreachable("it asks for the run's secret"))))
     assert isinstance(unheard, errors.HubUnreachable) and "it asks for the run's secret" in str(unheard)
 
 
@@ -442,8 +468,8 @@ def test_no_answer_at_all_means_that_the_hub_is_away():
 def test_the_hubs_refusal_becomes_the_error_it_names_with_what_was_lost_before(kind):
     story, of = Story(), manifest(1)
     story.open(1, (A, of))
-    story.then(r.Lost(0, A, "died"))
-    error = gives_up(story.then(r.Answer(2, errors.refusal(kind.__name__, "because"))))
+    story.then(events.Lost(0, A, "died"))
+    error = gives_up(story.then(events.Answer(2, errors.refusal(kind.__name__, "because"))))
     assert type(error) is kind and (error.version, error.peer) == (7, "a/0")
     assert "because" in str(error) and "shard 0 from a/0: died" in str(error)
 
@@ -451,7 +477,7 @@ def test_the_hubs_refusal_becomes_the_error_it_names_with_what_was_lost_before(k
 def test_a_refusal_of_an_unknown_kind_is_a_broken_peer():
     story = Story()
     story.begin()
-    error = gives_up(story.then(r.Answer(1, errors.refusal("SystemExit", "ha"))))
+    error = gives_up(story.then(events.Answer(1, errors.refusal("SystemExit", "ha"))))
     assert type(error) is errors.ProtocolError
 
 
@@ -459,7 +485,7 @@ def test_a_grant_after_the_deadline_is_given_back_at_once():
     story, of = Story(), manifest(1)
     story.begin()
     effects = story.at(TIMEOUT_S + 0.5, granted(1, grant(0, A, of)))
-    assert effects[1:3] == [r.Close(0, A), r.EndLease(1, 0, False)]
+    assert effects[1:3] == [events.Close(0, A), events.EndLease(1, 0, False)]
     assert isinstance(gives_up(effects), errors.DeadlineExceeded)
 
 
@@ -467,9 +493,9 @@ def test_a_long_list_of_losses_is_cut_short_in_the_error():
     story, of = Story(), manifest(1)
     story.open(1, (A, of))
     for request in range(2, 8):
-        effects = story.then(r.Lost(0, A, f"loss {request}"))
+        effects = story.then(events.Lost(0, A, f"loss {request}"))
         if len(effects) == 2:
-            story.at(story.machine.next_deadline(), r.Tick())
+            story.at(story.machine.next_deadline(), events.Tick())
         story.then(granted(request, grant(0, A, of)))
-    text = str(gives_up(story.at(TIMEOUT_S, r.Tick())))
+    text = str(gives_up(story.at(TIMEOUT_S, events.Tick())))
     assert "loss 7" in text and "loss 3" not in text

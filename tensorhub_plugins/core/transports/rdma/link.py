@@ -21,17 +21,8 @@ from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.interface import More, NotServable
 from tensorhub_plugins.core.transports.pump import OrderedWork, pump
+from tensorhub_plugins.core.transports.rdma import messages as m
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
-from tensorhub_plugins.core.transports.rdma.messages import (
-    DIAL_SIZE_BYTES_MAX,
-    RING_SLOTS,
-    SLOT,
-    Dial,
-    Rails,
-    Taken,
-    dialed_decoder,
-    rails_decoder,
-)
 from tensorhub_plugins.core.transports.rdma.rails import Region, RemoteMemory, cut_reads, pair
 from tensorhub_plugins.core.transports.rdma.registration import BounceBuffer, Registration, address_of, log_once
 from tensorhub_plugins.core.transports.rdma.verbs import ReadQueuePair
@@ -139,8 +130,8 @@ class RdmaLink(SocketLink):
 
     def _receive_memory(self, channel: Channel, manifest: Manifest, opened: StreamOpened, deadline: float) -> None:
         self._drop_bounce_buffers()  # they have the size of another offer's segments
-        told = channel.receive_message(rails_decoder, REPLY_SIZE_BYTES_MAX, deadline)
-        size_bytes = RING_SLOTS * manifest.segment_size_bytes if told.is_ring else manifest.size_bytes
+        told = channel.receive_message(m.rails_decoder, REPLY_SIZE_BYTES_MAX, deadline)
+        size_bytes = m.RING_SLOTS * manifest.segment_size_bytes if told.is_ring else manifest.size_bytes
         self._remote = RemoteMemory(told.memory, size_bytes, len(told.link_layers))
         self._ring = told.memory[0] if told.is_ring else None
         connection = self._connection
@@ -153,11 +144,11 @@ class RdmaLink(SocketLink):
             self._transport.unreachable(channel.peer, str(error))
             raise NotServable(f"it cannot be reached over rdma: {error}") from error
 
-    def _dial(self, channel: Channel, told: Rails, deadline: float) -> None:
+    def _dial(self, channel: Channel, told: m.Rails, deadline: float) -> None:
         connection = self._connection
         if connection.rails:
-            channel.send_message(Dial([]), deadline)
-            channel.receive_message(dialed_decoder, DIAL_SIZE_BYTES_MAX, deadline)
+            channel.send_message(m.Dial([]), deadline)
+            channel.receive_message(m.dialed_decoder, m.DIAL_SIZE_BYTES_MAX, deadline)
             return
         nics = self._transport.nics
         try:
@@ -168,8 +159,8 @@ class RdmaLink(SocketLink):
             connection.hang_up()
             problem = str(error)
         # Sent also when there is none, since the source waits for it.
-        channel.send_message(Dial([(rail.port, rail.pair.endpoint) for rail in connection.rails]), deadline)
-        answer = channel.receive_message(dialed_decoder, DIAL_SIZE_BYTES_MAX, deadline)
+        channel.send_message(m.Dial([(rail.port, rail.pair.endpoint) for rail in connection.rails]), deadline)
+        answer = channel.receive_message(m.dialed_decoder, m.DIAL_SIZE_BYTES_MAX, deadline)
         if problem or answer.problem:
             raise VerbsError(problem or answer.problem)
         if len(answer.rails) != len(connection.rails):
@@ -311,13 +302,13 @@ class _RdmaStream:
         self._moved_at = time.monotonic()
         if length is None:
             return []
-        if length != (0 if self._ring is None else SLOT.size):
+        if length != (0 if self._ring is None else m.SLOT.size):
             raise ProtocolError(f"segment {segment} is announced with {length} bytes")
         slot = 0
         if length:
-            slot = int(SLOT.unpack(self._channel.receive_body(length, SLOT.size, self._deadline))[0])
-        if slot >= RING_SLOTS:
-            raise ProtocolError(f"segment {segment} is said to lie in slot {slot} of a ring of {RING_SLOTS}")
+            slot = int(m.SLOT.unpack(self._channel.receive_body(length, m.SLOT.size, self._deadline))[0])
+        if slot >= m.RING_SLOTS:
+            raise ProtocolError(f"segment {segment} is said to lie in slot {slot} of a ring of {m.RING_SLOTS}")
         self._slots[segment] = slot
         self._awaited -= 1
         return [due.popleft()]
@@ -393,7 +384,7 @@ class _RdmaStream:
         self._finishing.add(future)
         slot = self._slots.pop(segment)
         if self._ring is not None:
-            self._channel.send_message(Taken(slot), self._deadline)
+            self._channel.send_message(m.Taken(slot), self._deadline)
 
     def close(self) -> None:
         if self._arriving:

@@ -15,16 +15,8 @@ from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
+from tensorhub_plugins.core.transports.rdma import messages as m
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
-from tensorhub_plugins.core.transports.rdma.messages import (
-    DIAL_SIZE_BYTES_MAX,
-    RING_SLOTS,
-    SLOT,
-    Dialed,
-    Rails,
-    dial_decoder,
-    taken_decoder,
-)
 from tensorhub_plugins.core.transports.rdma.rails import Region
 from tensorhub_plugins.core.transports.rdma.registration import BounceBuffer, Registry, log_once
 from tensorhub_plugins.core.transports.rdma.verbs import Nic, QueuePair
@@ -74,9 +66,9 @@ class RdmaSource(SourceBackend):
                 self._rings[channel] = ring
         with self._guard:
             self._idle.pop(channel, None)
-        channel.send_message(Rails([nic.port.link_layer for nic in self._nics], memory, ring is not None), deadline)
+        channel.send_message(m.Rails([nic.port.link_layer for nic in self._nics], memory, ring is not None), deadline)
         dial_by = min(deadline, time.monotonic() + self._limits.dial_s)
-        dial = channel.receive_message(dial_decoder, DIAL_SIZE_BYTES_MAX, dial_by)
+        dial = channel.receive_message(m.dial_decoder, m.DIAL_SIZE_BYTES_MAX, dial_by)
         if dial.rails:
             with self._guard:
                 old = self._pairs.pop(channel, [])
@@ -98,7 +90,7 @@ class RdmaSource(SourceBackend):
             pairs, problem = [], str(error)
         with self._guard:
             self._pairs.setdefault(channel, pairs)
-        channel.send_message(Dialed([made.endpoint for made in pairs], problem), deadline)
+        channel.send_message(m.Dialed([made.endpoint for made in pairs], problem), deadline)
 
     def _readable(self, offer: Offer) -> tuple[list[Region], _SlotRing | None]:
         """Return the offer's own memory as peers may read it, or else a ring to pass it through. Raise VerbsError."""
@@ -119,7 +111,6 @@ class RdmaSource(SourceBackend):
         return [ring.region], ring
 
     def _put_back(self, ring: _SlotRing | None) -> None:
-        """Keep the ring for the next reader."""
         if ring is None:
             return
         ring.reset()
@@ -137,13 +128,13 @@ class RdmaSource(SourceBackend):
         if ring is None:
             return []
         if ring.is_full:
-            ring.taken(channel.receive_message(taken_decoder, DIAL_SIZE_BYTES_MAX, deadline).slot)
-        return [memoryview(SLOT.pack(ring.fill(offer.slab, start, stop)))]
+            ring.taken(channel.receive_message(m.taken_decoder, m.DIAL_SIZE_BYTES_MAX, deadline).slot)
+        return [memoryview(m.SLOT.pack(ring.fill(offer.slab, start, stop)))]
 
     def flush(self, channel: Channel, deadline: float) -> None:
         ring = self._rings.get(channel)
         while ring is not None and not ring.is_empty:
-            ring.taken(channel.receive_message(taken_decoder, DIAL_SIZE_BYTES_MAX, deadline).slot)
+            ring.taken(channel.receive_message(m.taken_decoder, m.DIAL_SIZE_BYTES_MAX, deadline).slot)
 
     def on_reader_done(self, channel: Channel, *, ended: bool) -> None:
         """Keep idle connections, but not too many; destroy everything through which an ended one could read."""
@@ -173,9 +164,9 @@ class _SlotRing:
     def __init__(self, nics: Sequence[Nic], slot_size_bytes: int, device: Device | None) -> None:
         self.kind = slot_size_bytes, device
         self._slot_size_bytes = slot_size_bytes
-        self._memory = BounceBuffer(nics, RING_SLOTS * slot_size_bytes, device)
-        self.region = self._memory.region(RING_SLOTS * slot_size_bytes)
-        self._free = deque(range(RING_SLOTS))
+        self._memory = BounceBuffer(nics, m.RING_SLOTS * slot_size_bytes, device)
+        self.region = self._memory.region(m.RING_SLOTS * slot_size_bytes)
+        self._free = deque(range(m.RING_SLOTS))
 
     @property
     def is_full(self) -> bool:
@@ -183,10 +174,9 @@ class _SlotRing:
 
     @property
     def is_empty(self) -> bool:
-        return len(self._free) == RING_SLOTS
+        return len(self._free) == m.RING_SLOTS
 
     def fill(self, slab: Slab, start: int, stop: int) -> int:
-        """Copy a segment into a free slot; return the slot."""
         slot = self._free.popleft()
         at = slot * self._slot_size_bytes
         slab.read_into(start, stop, [self._memory.view[at : at + stop - start]])
@@ -199,7 +189,7 @@ class _SlotRing:
 
     def reset(self) -> None:
         """Free all slots: their reader has left."""
-        self._free = deque(range(RING_SLOTS))
+        self._free = deque(range(m.RING_SLOTS))
 
     def close(self) -> None:
         self._memory.close()

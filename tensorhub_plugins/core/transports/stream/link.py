@@ -18,30 +18,13 @@ from tensorhub_plugins.core.protocol.messages import Ticket
 from tensorhub_plugins.core.security.leases import prove
 from tensorhub_plugins.core.transports.interface import Bases, LinkProgress, More, NotServable
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, check_segments, runs_of
+from tensorhub_plugins.core.transports.stream import messages as m
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent
-from tensorhub_plugins.core.transports.stream.messages import (
-    ALIVE,
-    CONTROL,
-    HELLO,
-    MAGIC,
-    NO_MANIFEST,
-    NONCE_SIZE_BYTES,
-    PROTOCOL,
-    REPLY_SIZE_BYTES_MAX,
-    StreamFinish,
-    StreamFinished,
-    StreamOpen,
-    StreamOpened,
-    StreamRead,
-    StreamRefused,
-    check_hello,
-    reply_decoder,
-)
 from tensorhub_plugins.core.types import ShardKey
 
 REST_S = 1.0  # to send one message, where nothing else is on its way
 
-_Expected = TypeVar("_Expected", StreamOpened, StreamFinished)
+_Expected = TypeVar("_Expected", m.StreamOpened, m.StreamFinished)
 
 
 def greet(
@@ -51,11 +34,11 @@ def greet(
     channel = make(sock, peer, stall_s=stall_s)
     try:
         with translated(peer, None, "connect", deadline):
-            channel.send([HELLO.pack(MAGIC, PROTOCOL, 0, b"")], deadline)
-            greeting = bytearray(HELLO.size)
+            channel.send([m.HELLO.pack(m.MAGIC, m.PROTOCOL, 0, b"")], deadline)
+            greeting = bytearray(m.HELLO.size)
             channel.fill([memoryview(greeting)], deadline)
-            check_hello(greeting)
-            channel.nonce = bytes(greeting[-NONCE_SIZE_BYTES:])
+            m.check_hello(greeting)
+            channel.nonce = bytes(greeting[-m.NONCE_SIZE_BYTES :])
     except BaseException:
         channel.close()
         raise
@@ -129,28 +112,28 @@ class SocketLink:
         for each in self._channels:
             each.send_message(self._opening(each, key, as_of), deadline)
         try:
-            first = self._reply(channel, StreamOpened, deadline)
+            first = self._reply(channel, m.StreamOpened, deadline)
         except (VersionGone, NotServable):
             for other in self._channels[1:]:  # they get the same answer, which must be received before the next request
                 with contextlib.suppress(VersionGone, NotServable):
-                    self._reply(other, StreamOpened, deadline)
+                    self._reply(other, m.StreamOpened, deadline)
             raise
-        if bytes(first.manifest) == NO_MANIFEST:
+        if bytes(first.manifest) == m.NO_MANIFEST:
             raise ProtocolError("the source opened without a manifest")
         manifest = Manifest.decode(bytes(first.manifest))
         self._keep = self._keep if first.keeps else None
         self._receive_memory(channel, manifest, first, deadline)
         for other in self._channels[1:]:
-            if self._reply(other, StreamOpened, deadline).epoch != first.epoch:
+            if self._reply(other, m.StreamOpened, deadline).epoch != first.epoch:
                 raise SourceLost("the source published anew while it was opened")
         return manifest
 
-    def _opening(self, channel: Channel, key: ShardKey, as_of: int) -> StreamOpen:
+    def _opening(self, channel: Channel, key: ShardKey, as_of: int) -> m.StreamOpen:
         is_first = channel is self._channels[0]
         ticket = self.ticket
         lease = None if ticket is None else (ticket.claim, prove(ticket.key, channel.nonce))
         by_address, borrows = self._by_address and is_first, self.borrows and is_first
-        return StreamOpen(key, as_of, not is_first, by_address, lease, borrows, self.wants_deltas)
+        return m.StreamOpen(key, as_of, not is_first, by_address, lease, borrows, self.wants_deltas)
 
     def read(
         self,
@@ -187,7 +170,7 @@ class SocketLink:
     def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
         raise NotImplementedError
 
-    def _receive_memory(self, channel: Channel, manifest: Manifest, opened: StreamOpened, deadline: float) -> None:
+    def _receive_memory(self, channel: Channel, manifest: Manifest, opened: m.StreamOpened, deadline: float) -> None:
         """Receive what `SourceBackend.send_memory` sends after StreamOpened, unless that contained addresses."""
 
     def take_loan(self) -> Borrowed | None:
@@ -207,7 +190,7 @@ class SocketLink:
                 for channel in self._channels:
                     self._finish(channel, deadline)
                 replies = self._channels if waits else ()
-                self._rested = all([self._reply(channel, StreamFinished, deadline).current for channel in replies])
+                self._rested = all([self._reply(channel, m.StreamFinished, deadline).current for channel in replies])
                 return self._rested
         except SourceLost as error:
             if isinstance(error.__cause__, Disconnected):
@@ -215,7 +198,7 @@ class SocketLink:
             raise
 
     def _finish(self, channel: Channel, deadline: float) -> None:
-        channel.send_message(StreamFinish(), deadline)
+        channel.send_message(m.StreamFinish(), deadline)
         channel.is_due = True
 
     def cut(self) -> None:
@@ -277,7 +260,7 @@ class SocketLink:
             channel.abandon()  # the source may be sending
 
     def _request(self, channel: Channel, segments: Sequence[int], deadline: float) -> None:
-        channel.send_message(StreamRead(runs_of(segments), max(0.0, deadline - time.monotonic())), deadline)
+        channel.send_message(m.StreamRead(runs_of(segments), max(0.0, deadline - time.monotonic())), deadline)
 
     def _announced(
         self, channel: Channel, kind: int, segment: int, deadline: float, or_else: int | None = None
@@ -288,11 +271,11 @@ class SocketLink:
         Everything that a source sends during a read passes here, so `progress` sees it for all transports."""
         got_kind, got, length = channel.receive_header(deadline)
         self.progress.heard()
-        if got_kind == ALIVE:
+        if got_kind == m.ALIVE:
             self.progress.waiting()
             return None
-        if got_kind == CONTROL:
-            self._reply(channel, StreamOpened, deadline, length)  # a refusal, which this raises
+        if got_kind == m.CONTROL:
+            self._reply(channel, m.StreamOpened, deadline, length)  # a refusal, which this raises
         if got_kind not in (kind, or_else) or got != segment:
             raise ProtocolError(f"segment {segment} was due, there came kind {got_kind}, segment {got}")
         if channel.waited:
@@ -303,13 +286,13 @@ class SocketLink:
         """Return the next message (length: if its header was received already), after the answer to the last
         StreamFinish, if that is due. Raise the error of a refusal."""
         is_due, channel.is_due = channel.is_due, False
-        if is_due and kind is not StreamFinished:
-            self._reply(channel, StreamFinished, deadline)
+        if is_due and kind is not m.StreamFinished:
+            self._reply(channel, m.StreamFinished, deadline)
         if length is None:
-            reply = channel.receive_message(reply_decoder, REPLY_SIZE_BYTES_MAX, deadline)
+            reply = channel.receive_message(m.reply_decoder, m.REPLY_SIZE_BYTES_MAX, deadline)
         else:
-            reply = channel.receive_rest(reply_decoder, length, REPLY_SIZE_BYTES_MAX, deadline)
-        if isinstance(reply, StreamRefused):
+            reply = channel.receive_rest(m.reply_decoder, length, m.REPLY_SIZE_BYTES_MAX, deadline)
+        if isinstance(reply, m.StreamRefused):
             error_type = {"gone": VersionGone, "not servable": NotServable, "late": SourceLost}[reply.reason]
             raise error_type(reply.message)
         if not isinstance(reply, kind):

@@ -22,32 +22,8 @@ from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import NotServable, Shelf, find_offer
 from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
+from tensorhub_plugins.core.transports.stream import messages as m
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent, Stranger
-from tensorhub_plugins.core.transports.stream.messages import (
-    ALIVE,
-    CONTROL,
-    DELTA,
-    HEADER,
-    HELLO,
-    MAGIC,
-    NO_MANIFEST,
-    NONCE_SIZE_BYTES,
-    PROTOCOL,
-    READ_S_MAX,
-    READY,
-    SEGMENT,
-    StreamFinish,
-    StreamFinished,
-    StreamOpen,
-    StreamOpened,
-    StreamRead,
-    StreamRefused,
-    StreamRequest,
-    bases_of,
-    check_hello,
-    request_decoder,
-    request_size_bytes_max,
-)
 
 BACKLOG = 128
 CLOSE_S_MAX = 5.0  # threads that were cut off only have to leave one system call
@@ -137,7 +113,6 @@ class StreamServer:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Stop serving; return when all threads have ended. Idempotent."""
         with self._guard:
             if self._closing.is_set():
                 return
@@ -293,60 +268,61 @@ class ReaderConnection:
         """Answer requests until the reader leaves. Raises what ended it."""
         channel = self._channel
         deadline = time.monotonic() + self._limits.hello_s
-        greeting = bytearray(HELLO.size)
-        channel.fill([memoryview(greeting)[: len(MAGIC)]], deadline)
-        if greeting[: len(MAGIC)] != MAGIC:  # checked before more is awaited: a stranger may send no more
-            raise ProtocolError(f"its first bytes are {bytes(greeting[: len(MAGIC)])!r}: no reader of ours")
-        channel.fill([memoryview(greeting)[len(MAGIC) :]], deadline)
-        channel.nonce = os.urandom(NONCE_SIZE_BYTES)
-        channel.send([HELLO.pack(MAGIC, PROTOCOL, 0, channel.nonce)], deadline)
-        check_hello(greeting)
+        greeting = bytearray(m.HELLO.size)
+        channel.fill([memoryview(greeting)[: len(m.MAGIC)]], deadline)
+        if greeting[: len(m.MAGIC)] != m.MAGIC:  # checked before more is awaited: a stranger may send no more
+            raise ProtocolError(f"its first bytes are {bytes(greeting[: len(m.MAGIC)])!r}: no reader of ours")
+        channel.fill([memoryview(greeting)[len(m.MAGIC) :]], deadline)
+        channel.nonce = os.urandom(m.NONCE_SIZE_BYTES)
+        channel.send([m.HELLO.pack(m.MAGIC, m.PROTOCOL, 0, channel.nonce)], deadline)
+        m.check_hello(greeting)
         try:
             while True:
                 self._answer(self._receive())
         finally:
             self._release(ended=True)
 
-    def _receive(self) -> StreamRequest:
+    def _receive(self) -> m.StreamRequest:
         # Between reads a reader may be silent, keep-alive finds dead ones; but not before it has asked for an offer.
         waits = self._offer is not None or (self._backend.keeps_connections and self._reader >= 0)
         begins_by = None if waits else time.monotonic() + self._limits.hello_s
         kind, _, length = self._channel.receive_request(begins_by, self._limits.hello_s)
-        if kind != CONTROL:
+        if kind != m.CONTROL:
             raise ProtocolError(f"a frame of kind {kind} where a request should be")
         deadline = time.monotonic() + self._limits.hello_s
-        most = request_size_bytes_max(None if self._offer is None else self._offer.manifest.segment_count)
-        request: StreamRequest = self._channel.receive_rest(request_decoder, length, most, deadline)
+        most = m.request_size_bytes_max(None if self._offer is None else self._offer.manifest.segment_count)
+        request: m.StreamRequest = self._channel.receive_rest(m.request_decoder, length, most, deadline)
         return request
 
-    def _answer(self, request: StreamRequest) -> None:
+    def _answer(self, request: m.StreamRequest) -> None:
         deadline = time.monotonic() + self._limits.send_stall_s
         match request:
-            case StreamOpen():
+            case m.StreamOpen():
                 self._open(request, deadline)
-            case StreamRead():
+            case m.StreamRead():
                 self._read(request)
-            case StreamFinish():
+            case m.StreamFinish():
                 current = self._offer is not None and not self._offer.withdrawn
                 self._release()
-                self._channel.send_message(StreamFinished(current), deadline)
+                self._channel.send_message(m.StreamFinished(current), deadline)
 
-    def _open(self, request: StreamOpen, deadline: float) -> None:
+    def _open(self, request: m.StreamOpen, deadline: float) -> None:
         self._release()
         try:
             offer, addresses, lends = self._begin(request)
         except (VersionGone, NotServable) as error:
             reason: Literal["gone", "not servable"] = "gone" if isinstance(error, VersionGone) else "not servable"
-            self._channel.send_message(StreamRefused(reason, error.message), deadline)
+            self._channel.send_message(m.StreamRefused(reason, error.message), deadline)
             return
         _log.debug("%s: %s opens %s, as of %d", self._backend.name, self._channel.peer, offer.key, request.as_of)
-        manifest = NO_MANIFEST if request.brief else offer.manifest.encoded
+        manifest = m.NO_MANIFEST if request.brief else offer.manifest.encoded
         keeps = self._backend.keeps_connections
-        self._channel.send_message(StreamOpened(offer.epoch, msgspec.Raw(manifest), addresses, lends, keeps), deadline)
+        opened = m.StreamOpened(offer.epoch, msgspec.Raw(manifest), addresses, lends, keeps)
+        self._channel.send_message(opened, deadline)
         if not request.brief and addresses is None:
             self._backend.send_memory(self._channel, offer, deadline, lends=lends)
 
-    def _begin(self, request: StreamOpen) -> tuple[Offer, bytes | None, bool]:
+    def _begin(self, request: m.StreamOpen) -> tuple[Offer, bytes | None, bool]:
         """Attach to the offer; return it, its addresses if read by them, and whether it is lent."""
         offer = self._find(request)
         slab = offer.slab
@@ -363,7 +339,7 @@ class ReaderConnection:
             addresses = self._backend.addresses(offer)
         return offer, addresses, lends
 
-    def _find(self, request: StreamOpen) -> Offer:
+    def _find(self, request: m.StreamOpen) -> Offer:
         """Return the offer that was granted, if this is the reader it was granted to."""
         claim, proof = request.lease or (None, b"")
         refusal = None
@@ -379,15 +355,15 @@ class ReaderConnection:
         if self._channel.is_cut():
             raise Disconnected("went away while it waited")
 
-    def _read(self, request: StreamRead) -> None:
+    def _read(self, request: m.StreamRead) -> None:
         offer = self._offer
         if offer is None:
             raise ProtocolError("a read before anything was opened")
         count = offer.manifest.segment_count
         if any(not start < stop <= count for start, stop in request.runs):
             raise ProtocolError(f"a read of segments {request.runs[:4]}..., the shard has {count}")
-        deadline = time.monotonic() + min(request.seconds, READ_S_MAX)
-        self._bases, self._rate = bases_of(request), request.rate
+        deadline = time.monotonic() + min(request.seconds, m.READ_S_MAX)
+        self._bases, self._rate = m.bases_of(request), request.rate
         serve = self._announce if self._backend.ready_batch_max(self._channel) else self._send
         for segment, stop in request.runs:
             while segment < stop:
@@ -399,8 +375,8 @@ class ReaderConnection:
         waited = self._await(offer, segment, deadline)
         frame = self._delta(offer, segment)
         payload: Sequence[bytes | memoryview] = frame or self._payload(offer, segment, deadline)
-        kind = DELTA if frame else SEGMENT
-        self._channel.send([HEADER.pack(kind, waited, segment, sum(map(len, payload))), *payload], deadline)
+        kind = m.DELTA if frame else m.SEGMENT
+        self._channel.send([m.HEADER.pack(kind, waited, segment, sum(map(len, payload))), *payload], deadline)
         return segment + 1
 
     def _delta(self, offer: Offer, segment: int) -> list[bytes]:
@@ -427,7 +403,7 @@ class ReaderConnection:
         while segment < stop and offer.poll_ready(segment, 0.0):
             self._payload(offer, segment, deadline)
             segment += 1
-        self._channel.send([HEADER.pack(READY, waited, first, segment - first)], deadline)
+        self._channel.send([m.HEADER.pack(m.READY, waited, first, segment - first)], deadline)
         return segment
 
     def _note_use(self) -> None:
@@ -451,10 +427,10 @@ class ReaderConnection:
             self._check_reader()
             if now >= deadline:
                 message = f"segment {segment} has not reached its source itself"
-                self._channel.send_message(StreamRefused("late", message), now + self._limits.vanished_s)
+                self._channel.send_message(m.StreamRefused("late", message), now + self._limits.vanished_s)
                 raise SourceLost(message, version=offer.version, peer=self._channel.peer, phase="wait")
             if now >= alive_at:
-                self._channel.send([HEADER.pack(ALIVE, 0, 0, 0)], deadline)
+                self._channel.send([m.HEADER.pack(m.ALIVE, 0, 0, 0)], deadline)
                 self._note_use()
                 alive_at = now + self._limits.alive_s
         return True
