@@ -360,7 +360,7 @@ def check_drafts(rollout: Any) -> None:
 def check_engine_kwargs(rollout: Any) -> None:
     """Refuse what workers refuse when they join the store (vllm/worker/extension.py), minutes after the start."""
     given = {str(k).replace("-", "_"): v for k, v in (get(rollout, "engine_kwargs", "vllm") or {}).items()}
-    refused = [f"{name} ({why})" for name, why in REFUSED_BY_WORKERS.items() if _within(given, name)]
+    refused = [f"{name} ({why})" for name, why in REFUSED_BY_WORKERS.items() if get(given, *name.split("."))]
     if given.get("load_format"):
         refused.append("load_format (they start with what rollout.load_format says)")
     kind = given.get("quantization") or get(rollout, "quantization")
@@ -371,18 +371,6 @@ def check_engine_kwargs(rollout: Any) -> None:
             f"engines that pull do not take {', '.join(refused)}: leave it out of actor_rollout_ref.rollout, or set "
             "rollout.name=vllm (drop-in)"
         )
-
-
-def _within(given: Any, path: str) -> Any:
-    """Return what is under this path in options of vLLM, which may be JSON; None: nothing."""
-    for name in path.split("."):
-        if isinstance(given, str):
-            try:
-                given = msgspec.json.decode(given)
-            except msgspec.DecodeError:
-                return None  # which vLLM refuses
-        given = given.get(name) if isinstance(given, Mapping) else None
-    return given
 
 
 def draft_of(rollout: Any) -> str | None:
@@ -613,7 +601,12 @@ def _batch(root: Any) -> tuple[Any, Any]:
 
 
 def get(tree: Any, *names: str) -> Any:
-    """Return what is under these names, in mappings within each other; None where there is nothing."""
+    """Return what is under these names, in mappings within each other, those of vLLM also as JSON; None: nothing is."""
     for name in names:
-        tree = None if tree is None else tree.get(name)
+        if isinstance(tree, str):
+            try:
+                tree = msgspec.json.decode(tree)
+            except msgspec.DecodeError:
+                return None  # which vLLM refuses
+        tree = tree.get(name) if hasattr(tree, "get") else None
     return tree
