@@ -89,12 +89,10 @@ class Device:
             driver.synchronize()
 
     def room_size_bytes(self) -> int:
-        """Return the bytes of its memory that nothing else in this process has needed so far."""
         with self.calling() as driver:
             return driver.room_size_bytes()
 
     def numa_node(self) -> int | None:
-        """Return the host's NUMA node that it is attached to; None: not known."""
         with self.calling() as driver:
             return driver.numa_node()
 
@@ -113,7 +111,6 @@ class Device:
         return reason
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Undo `register`."""
         with self.calling() as driver:
             driver.unregister(memory)
         self._note_registered(memory.data_ptr(), None)
@@ -158,7 +155,6 @@ class Device:
             driver.wait(self._queue("up", flats, host, after))
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """Return the first address and the one after the last of the allocation around this one. Raise OSError."""
         with self.calling() as driver:
             return driver.allocation(address)
 

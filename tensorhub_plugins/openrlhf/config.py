@@ -122,7 +122,6 @@ def to_flag(given: Options) -> str:
 
 
 def check_versions(given: Options, *, openrlhf: str, vllm: str) -> None:
-    """Refuse what was not tested."""
     if not given.allow_untested:
         way_out = f"add allow_untested=1 to {FLAG}"
         options.check_tested("openrlhf", openrlhf, TESTED_OPENRLHF, way_out=way_out)

@@ -53,7 +53,6 @@ HOOKS = "vllm.platform_plugins"  # entry points that vLLM loads when it is impor
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what will happen, or what is wrong; return the status of the command."""
     return command_line.run(look, __doc__, arguments)
 
 

@@ -200,13 +200,11 @@ class TensorHubEngine(_Stock):
     # --- what the fleet asks for --------------------------------------------------------------------------------------
 
     async def tensorhub_join(self) -> None:
-        """Begin to follow, where this is a spare."""
         if self.is_spare:
             self.is_spare = False
             self.owned.keep(self._join())
 
     async def tensorhub_give_back(self) -> None:
-        """Give back what is under way, as this engine has to leave."""
         self.is_leaving = True
         await self.llm.abort(list(self.llm.output_processor.request_states), internal=True)
 

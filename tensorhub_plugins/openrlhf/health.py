@@ -169,12 +169,10 @@ class Engines:
     # --- the fleet ----------------------------------------------------------------------------------------------------
 
     def seen(self) -> Reported:
-        """Return what the fleet is told."""
         with self.lock:
             return self.table.seen(lambda name: self.in_flight.get(name, 0), self.waiting, now=time.monotonic())
 
     def apply(self, told: Collection[str], roster: Sequence[Entry]) -> None:
-        """Use these from now on, and no others."""
         with self.lock:
             self.has_fleet = True
             joined, left = self.table.apply(told, roster, time.monotonic())

@@ -41,7 +41,6 @@ def backend_of(arguments: Sequence[str]) -> str:
 
 
 def refuse(error: TensorHubError) -> NoReturn:
-    """End the driver with one sentence."""
     sys.exit(f"tensorhub: {error.message}")
 
 

@@ -56,7 +56,6 @@ PACKAGE = "tensorhub_plugins.verl"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what will happen, or what is wrong; return the status of the command."""
     return command_line.run(look, __doc__, arguments)
 
 
@@ -139,7 +138,6 @@ def check_paths(root: Any, is_submitted: bool, unseen: list[str]) -> None:
 
 
 def is_found(root: Any) -> bool:
-    """Return whether verl's processes will know our names."""
     if PACKAGE in os.environ.get(MODULES, "").split(","):
         return True
     installed = any(entry.name == "tensorhub" for entry in metadata.entry_points(group="verl.plugins"))

@@ -120,7 +120,6 @@ class TensorHubServer(vLLMHttpServer):
         await owned.watch()
 
     async def tensorhub_join(self) -> None:
-        """Begin to follow, where this is a spare."""
         self._joins.set()
 
     async def _store(self, *, hub_timeout_s: float = START_TIMEOUT_S) -> tuple[config.Options, str | None]:

@@ -67,7 +67,6 @@ class VerlLauncher:
         return replica.servers[0]
 
     async def join(self, name: str, handle: Any) -> None:
-        """Have a spare follow."""
         await handle.tensorhub_join.remote()
         self._spares.discard(name)
         await self._count(name)
@@ -154,7 +153,6 @@ class VerlLauncher:
         await self._limit()
 
     def slots(self, avoid: Collection[str]) -> int:
-        """Return how many more would fit now."""
         return room.slots(self._bundles(), avoid=avoid) // self._nodes()
 
     def _nodes(self) -> int:

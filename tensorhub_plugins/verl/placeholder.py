@@ -41,7 +41,6 @@ def _itself(actor: Any) -> Any:
 
 
 def prefix(rank: int | str) -> str:
-    """Return the prefix of the actors' names, of one replica."""
     return f"{ROLLOUT}_place_{rank}_"
 
 

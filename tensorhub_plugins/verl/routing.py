@@ -313,7 +313,6 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     # --- the fleet (../vllm/ray/fleet_types.py) -----------------------------------------------------------------------
 
     def seen(self) -> Reported:
-        """Return what the fleet is told."""
         self.members.look(now := time.monotonic())  # this process may have stood still, and not the spares
         return self.members.seen(self._load.count, self._waiting, now=now)
 

@@ -243,7 +243,6 @@ class _Body:
         self._next: asyncio.Future[Message] | None = None  # what comes after it: the client leaves
 
     async def read(self) -> bytes:
-        """Return all of it."""
         if self._messages is None:
             self._messages = deque([await self._receive()])
             while self._messages[-1].get("more_body"):

@@ -40,7 +40,6 @@ class Figures:
     """The gauges, made once a process."""
 
     def __init__(self) -> None:
-        """Register them."""
         from prometheus_client import Gauge
 
         labels = ("run", "model")
@@ -102,5 +101,4 @@ def _of_vllm() -> tuple[Any, Any]:
 
 @cache
 def figures() -> Figures:
-    """Return those of this process."""
     return Figures()

@@ -55,7 +55,6 @@ class Outlook:
             self.wrong.append(sentence)
 
     def add(self, other: Outlook) -> None:
-        """Have its sentences as well."""
         self.said += other.said
         for sentence in other.wrong:
             self.refuse(sentence)

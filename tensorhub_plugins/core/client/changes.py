@@ -204,11 +204,9 @@ class Sender:
         self._offer = weakref.ref(offer)  # which has this: a cycle would keep its memory
 
     def wanted(self) -> None:
-        """Note that a reader could take deltas."""
         self._changes.wanted()
 
     def find(self, segment: int, bases: Sequence[bytes], rate: float) -> list[Step] | None:
-        """Return what turns one of these bases into this segment; None: send it whole. rate: as of `Deltas.made`."""
         if (mine := self._offer()) is None:
             return None
         self._changes.asked(rate)
@@ -230,7 +228,6 @@ class Sender:
         return chain if sum(len(step.delta) for step in chain) <= most else None
 
     def refuse(self, links: Sequence[tuple[bytes, bytes]]) -> None:
-        """Forget these deltas: they did not make what they should."""
         for base, made in links:
             self._changes.deltas.drop(base, made)
 
@@ -250,11 +247,9 @@ class Bases:
 
     @property
     def count(self) -> int:
-        """Return for how many segments there is a base."""
         return self._manifest.segment_count if self._others else len(self._was)
 
     def named(self, segment: int) -> tuple[bytes, ...]:
-        """Return the digests of what is here of this segment, at most two."""
         if self._wrong >= WRONG_MAX:
             return ()
         found = dict.fromkeys(offer.manifest.digest(segment) for offer in self._others[:1])
@@ -275,12 +270,9 @@ class Bases:
         return False
 
     def forget(self, segment: int) -> None:
-        """Forget what the slab held of this segment: it is about to be overwritten."""
         self._was.pop(segment, None)
 
     def patch(self, segment: int, frame: memoryview, views: Sequence[memoryview]) -> list[Step] | None:
-        """Make the segment of a base and the deltas of a frame, and return these if something came of it: its digest
-        shows whether that is what was published. views: the segment's memory in the slab."""
         try:
             steps = steps_of(frame)
         except ValueError:
@@ -299,8 +291,6 @@ class Bases:
         return steps
 
     def patched(self, segment: int, steps: Sequence[Step] | None) -> None:
-        """Note whether the result has the digest of what was published; None: it has not. Right deltas are kept, for
-        others."""
         self.forget(segment)
         if steps is None:
             self._wrong += 1
@@ -309,7 +299,6 @@ class Bases:
             self._changes.deltas.put(base, made, step.delta)
 
     def pace(self, peer: str) -> Pace:
-        """Return how fast this peer was read so far, whole and by deltas."""
         return self._changes.pace(peer)
 
     def _bring(self, segment: int, base: bytes, views: Sequence[memoryview]) -> bool:

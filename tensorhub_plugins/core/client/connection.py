@@ -244,7 +244,6 @@ class HubLink:
         self._wake()
 
     def renew(self, came: Mapping[int, int]) -> None:
-        """Report progress under these grants: how many bytes have come."""
         work.done()
         with self._lock:
             self._machine.renew(came)

@@ -46,5 +46,4 @@ def hand_over(client: Client, timeout_s: float) -> bool:
 
 
 def _versions(client: Client) -> list[int]:
-    """Return the versions that it offers, newest first."""
     return sorted({key.version for key in client.serving()}, reverse=True)

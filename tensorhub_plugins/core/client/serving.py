@@ -74,15 +74,13 @@ class Serving:
         self._parts: dict[int, TensorTable] = {}  # what came in parts in the last read, by source shard
         self._background = resources.pool_of(1, "tensorhub-background")
 
-    # --- for the transports' serving threads ---
+    # --- for the transports' serving threads: their Shelf ---
 
     def find(self, key: ShardKey) -> Offer | None:
-        """Return the offer of this shard; None: there is none. Part of the transports' Shelf protocol."""
         with self._changed:
             return self._shelf.find(key)
 
     def await_offer(self, key: ShardKey, request_id: int, deadline: float) -> Offer | None:
-        """Wait for an offer that this worker was just told to read. Part of the transports' Shelf protocol."""
         until = Deadline(deadline)
         with self._changed:
             while self._shelf.find(key) is None and self._shelf.is_expected(key, request_id) and not until.expired:

@@ -37,7 +37,6 @@ class _Tally:
     """One model, as it is now: counted in one pass, as there may be thousands of workers."""
 
     def __init__(self, registry: Registry, history: History, now: float) -> None:
-        """Count its workers."""
         self.history, self.now, self.newest = history, now, history.newest_visible
         self.trainers = self.silent = self.lacking = self.refusing = self.failing = 0
         self.transfers = self.retained_bytes = 0

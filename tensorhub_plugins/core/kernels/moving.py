@@ -52,7 +52,6 @@ def _tables(
 
 
 def _cut(runs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Cut runs into pieces of at most PIECE_SIZE_BYTES."""
     counts = -(-runs[:, 2] // PIECE_SIZE_BYTES)
     pieces = np.repeat(runs, counts, axis=0)
     at = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * PIECE_SIZE_BYTES

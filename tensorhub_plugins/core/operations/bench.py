@@ -215,7 +215,6 @@ class _Stream:
     """The bare stream of a host."""
 
     def __init__(self, host: str, about: dict[str, Any]) -> None:
-        """Take what the host has published of itself."""
         self._host, self._port, self._token = host, int(about["port"]), str(about["token"])
         self.blocks = int(about["blocks"])
         self._memory = memoryview(bytearray())

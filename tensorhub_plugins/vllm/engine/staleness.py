@@ -28,7 +28,6 @@ class Staleness:
 
     @property
     def is_cut_off(self) -> bool:
-        """Return whether no new work is taken."""
         return self.limit_s is not None and self._silent_s() > self.limit_s
 
     def why_not(self) -> str:

@@ -69,16 +69,13 @@ class FleetActor:
     # --- for people: a sentence on what has begun or what was wrong, and whether it was refused -----------------------
 
     async def view(self) -> View:
-        """Return what `tensorhub fleet list` shows."""
         await self._begin()
         return self._state.view(time.monotonic())
 
     async def add(self, count: int) -> tuple[str, bool]:
-        """Add so many members."""
         return await self._command(events.Add(count))
 
     async def add_external(self, url: str) -> tuple[str, bool]:
-        """Add a server that was started by hand."""
         try:
             url = address_of(url)
             if all(one.url != url for one in self._state.members.values()):  # or it is refused for that

@@ -27,19 +27,15 @@ class Starter:
         self._saved: Any = None
 
     async def start(self, name: str, rank: int, avoid: Collection[str], spare: bool) -> bytes:
-        """See `Launcher`."""
         return await self._started(name, self._launcher.start(name, rank, avoid, spare))
 
     async def join(self, name: str, handle: bytes) -> None:
-        """See `Launcher`."""
         await self._launcher.join(name, unseal(handle))
 
     async def start_external(self, name: str, url: str) -> bytes:
-        """See `Launcher`."""
         return await self._started(name, self._launcher.start_external(name, url))
 
     async def abort(self, name: str, handle: bytes) -> None:
-        """See `Launcher`."""
         await self._launcher.abort(name, unseal(handle))
 
     async def stop(self, name: str, handle: bytes | None) -> None:
@@ -50,7 +46,6 @@ class Starter:
         await asyncio.shield(self._stops[name])
 
     async def slots(self, avoid: Collection[str]) -> int:
-        """See `Launcher`."""
         return await asyncio.to_thread(self._launcher.slots, avoid)
 
     async def save(self, state: Any) -> None:

@@ -403,7 +403,6 @@ class ReadQueuePair(Generic[Token]):
         return True
 
     def take_event(self) -> None:
-        """Consume the event after `fd` was readable."""
         self._armed = False
         with _translated("take a completion event"):
             self._queue.take_event()

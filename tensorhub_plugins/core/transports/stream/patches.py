@@ -56,7 +56,6 @@ class Patches:
             self._channel.send_message(StreamRead(runs_of(some), left_s, joined, rate), self._deadline)
 
     def again(self) -> list[int]:
-        """Return the segments that are to be asked for again, each once."""
         again, self._again = self._again, []
         return again
 

@@ -37,7 +37,6 @@ class SocketTransport:
         raise NotImplementedError
 
     def serve(self, shelf: Shelf) -> str:
-        """Serve this shelf in threads of its own from now on; return the endpoint that peers connect to."""
         if self._closed or self._server is not None:
             raise UsageError("this transport is closed or serves already: one transport, one shelf")
         listeners, endpoint = self._listen()
@@ -56,7 +55,6 @@ class SocketTransport:
             link.cut()
 
     def _keep(self, connection: Connection) -> None:
-        """Keep the connection for the next link to the same source."""
         surplus: Connection | None = connection
         with self._links_guard:
             if not self._closed:
