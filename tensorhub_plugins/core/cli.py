@@ -173,7 +173,7 @@ def _failure(arguments: list[str]) -> int:
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.command == "fleet":
-        return change_fleet(options)
+        return int(_adapter("vllm.ray.fleet_cli", "fleet talks to a Ray cluster: install ray").run(options))
     if options.command == "completion":
         print(completion.script(parser))
         return 0
@@ -515,11 +515,6 @@ def check_sync(model: Path, settings: dict[str, Any]) -> int:
     if not (model / "config.json").is_file():
         raise UsageError(f"{model} holds no config.json: give the folder of a Hugging Face model")
     return int(doctor.run(model, settings))
-
-
-def change_fleet(options: argparse.Namespace) -> int:
-    """Run a fleet command, see vllm/ray/fleet_cli.py."""
-    return int(_adapter("vllm.ray.fleet_cli", "fleet talks to a Ray cluster: install ray").run(options))
 
 
 def _adapter(module: str, lacking: str) -> Any:

@@ -51,7 +51,7 @@ def available_bytes(root: Path = ROOT) -> int:
 def free_bytes(root: Path) -> int | None:
     """Return the same; None where the system does not report it. A group that does not say what it uses leaves its
     limit at most."""
-    free = [machine] if (machine := _machine_free(root)) else []
+    free = [machine] if (machine := 1024 * _field(root / "proc/meminfo", "MemAvailable:")) else []
     for folder, files, limit in _limited(root):
         used = _number(folder / files.used) or 0
         free.append(limit - used + sum(_field(folder / "memory.stat", name) for name in files.cache if used))
@@ -119,22 +119,14 @@ def pids_max(root: Path = ROOT) -> str:
     return min((each for each in said if each.isdecimal()), key=int, default="max" if said else "")
 
 
-def _machine_free(root: Path) -> int:
-    return 1024 * _field(root / "proc/meminfo", "MemAvailable:")
-
-
 def _limited(root: Path) -> Iterator[tuple[Path, _Files, int]]:
     """Yield the groups with a limit that this process is in, from its own upwards."""
-    for files, path in _groups(root):
+    for is_v2, path in groups_of("memory", root):
+        files = V2 if is_v2 else V1
         for folder in _upwards(root, files.mount, path):
             limits = [limit for limit in (_number(folder / name) for name in files.limits) if limit is not None]
             if limits:
                 yield folder, files, min(limits)
-
-
-def _groups(root: Path) -> Iterator[tuple[_Files, str]]:
-    for is_v2, path in groups_of("memory", root):
-        yield V2 if is_v2 else V1, path
 
 
 def _upwards(root: Path, mount: str, path: str) -> Iterator[Path]:

@@ -251,7 +251,9 @@ def _closed_socket() -> socket.socket:
 def try_for_zmq(threads: int, calls: Calls = CALLS) -> None:
     """Try to take what a ZeroMQ context with one connection needs, so many threads, and these system calls. Raise
     ResourceRefused."""
-    try_files(ZMQ_FILES)
+    with named(), ExitStack() as opened:
+        for _ in range(ZMQ_FILES):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     if found := refused_call({**ZMQ_CALLS, **calls}):
         raise ResourceRefused(f"the system refuses {_of_call(*found)} ({found[1]})") from found[1]
     try_threads(ZMQ_THREADS + threads)
@@ -295,10 +297,3 @@ def try_threads(count: int) -> None:
         over.set()
         for thread in started:
             thread.join()
-
-
-def try_files(count: int) -> None:
-    """Raise ResourceRefused unless this process can open so many files now."""
-    with named(), ExitStack() as opened:
-        for _ in range(count):
-            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

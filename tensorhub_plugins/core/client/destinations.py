@@ -151,7 +151,8 @@ class Destinations:
 
     def prepare(self, key: ShardKey, manifest: Manifest, loan: Borrowed | None = None) -> Slab:
         slab = self.slabs[key.shard] = self._memory_for(key, manifest, loan)
-        if self._may_serve(key) and slab.specs == manifest.tensors:
+        in_part = self._wanted is not None and key.layout == CHECKPOINT  # in one slab for all source shards
+        if self.serve and not in_part and slab.specs == manifest.tensors:
             if slab.kind == "view":
                 self._serving.lend(slab, self.allocated.values())
             self._offered[key.shard] = key
@@ -244,10 +245,6 @@ class Destinations:
         what = f"{self.worker} is reading into"
         self._claims[slab] = claim(slab, what, is_written=True, is_pooled=is_pooled, deadline=self.deadline)
         return slab
-
-    def _may_serve(self, key: ShardKey) -> bool:
-        """Return whether it may be served: not a checkpoint in part, in one slab for all source shards."""
-        return self.serve and (self._wanted is None or key.layout != CHECKPOINT)
 
     def _memory_for(self, key: ShardKey, manifest: Manifest, loan: Borrowed | None) -> Slab:
         if self._into is not None and self._in_place in (None, key.layout):

@@ -80,7 +80,8 @@ class Deltas:
                         if base in seen or not delta or sum(len(step.delta) for step in path) > size_bytes_max:
                             continue
                         if base in bases:
-                            self._use(path, wanted)
+                            for link in links_of(path, wanted):
+                                self._kept.move_to_end(link)
                             return path
                         seen.add(base)
                         further.append((base, path))
@@ -120,10 +121,6 @@ class Deltas:
         """Note how long it took to make a delta of a segment of this size."""
         with self._lock:
             self._worth.took(size_bytes, seconds, delta)
-
-    def _use(self, path: list[Step], wanted: bytes) -> None:
-        for link in links_of(path, wanted):
-            self._kept.move_to_end(link)
 
     def _make_room(self) -> None:
         while self._size_bytes > min(self._size_bytes_max, self._left):

@@ -162,7 +162,7 @@ class Hub:
                         break
             self.registry.forget_old_versions(history, list(history.versions) if ANY_VERSION in changed else changed)
         if not history.workers:
-            self.registry.forget_history(history)
+            self.registry.histories.pop(history.id, None)
 
     def _try(self, pending: Pending, now: float) -> bool:
         """Answer a request if that can be done now, else park it."""

@@ -48,7 +48,8 @@ class Reading:
             version = history.versions[number]
             found = self.find_sources(pending, acquire, version, now)
             if found is not None and len(found.sources) > m.GRANTS_MAX:
-                return _too_many(acquire, found)
+                text = f"{len(found.sources)} shards of {found.layout} are more than the {m.GRANTS_MAX} that one reader"
+                return m.Refused(acquire.request_id, "UsageError", f"{text} may ask for")
             if found is not None:
                 return self._grant(pending, acquire, version, found, now)
         elif number and self._registry.is_gone(history, number, now):
@@ -64,7 +65,8 @@ class Reading:
             return pending.version
         shard, shard_count = worker.hello.shard, worker.hello.shard_count
         if worker.is_replaced and shard_count > 1:
-            return self._was_replaced(worker, acquire)
+            text = f"another process has said Hello as {worker.name} since: only the newest one may read the latest"
+            return m.Refused(acquire.request_id, "UsageError", text)
         if len({w.hello.shard for w in history.members(worker)}) < shard_count:
             return 0  # an unknown one may have been answered already, before the hub was restarted
         at_least = max(history.floor(acquire.at_least), history.floor(worker.seen_version))
@@ -82,11 +84,6 @@ class Reading:
         group.notified_shards.add(shard)
         pending.version = group.version
         return group.version
-
-    def _was_replaced(self, worker: Worker, acquire: m.Acquire) -> m.Refused:
-        """Refuse a request of a dead process, which must not speak for its replica."""
-        text = f"another process has said Hello as {worker.name} since: only the newest one may read the latest"
-        return m.Refused(acquire.request_id, "UsageError", text)
 
     def _cannot_follow(self, worker: Worker, acquire: m.Acquire) -> m.Refused:
         """Refuse a request that cannot have what the other shards took as the latest, and make them agree anew."""
@@ -328,11 +325,6 @@ def _endpoints_for(reader: Worker, source: Worker) -> dict[str, str]:
     if source.hello.tls_only and distance(reader.hello.location, source.hello.location) == FAR:
         return {name: endpoint for name, endpoint in endpoints.items() if name == "tls"}
     return endpoints
-
-
-def _too_many(acquire: m.Acquire, found: Found) -> m.Refused:
-    text = f"{len(found.sources)} shards of {found.layout} are more than the {m.GRANTS_MAX} that one reader may ask for"
-    return m.Refused(acquire.request_id, "UsageError", text)
 
 
 def shards_needed(worker: Worker, acquire: m.Acquire, layout: str, shard_count: int) -> tuple[int, ...]:

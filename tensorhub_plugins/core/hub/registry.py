@@ -321,7 +321,8 @@ class Registry:
             return
         held, sources = worker.holdings.get(key), version.sources.get(key)
         self.count_copy(held)
-        arriving = held is None and worker.passes_on(key)
+        serves_on = worker.reading.get(key, 0) > worker.keeping.get(key, 0)  # what arrives of this shard
+        arriving = held is None and serves_on
         lives = self.workers.get(worker.session) is worker
         if lives and (arriving or (held is not None and held.stays)):
             candidate = Candidate(
@@ -603,7 +604,3 @@ class Registry:
     def is_gone(self, history: History, number: int, now: float) -> bool:
         """Return whether this version, which is not visible, will not be visible (again)."""
         return not self.recovering(now) and number <= history.newest_visible
-
-    def forget_history(self, history: History) -> None:
-        """Drop a history that has no worker any more."""
-        self.histories.pop(history.id, None)

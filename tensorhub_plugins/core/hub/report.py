@@ -14,7 +14,7 @@ from tensorhub_plugins.core.hub.limits import ANSWER_SIZE_BYTES_MAX
 from tensorhub_plugins.core.hub.publishing import spenders
 from tensorhub_plugins.core.hub.reading import awaited
 from tensorhub_plugins.core.hub.registry import Registry
-from tensorhub_plugins.core.hub.state import History, Holding, Lease, Room, Version, Worker, checksum_of
+from tensorhub_plugins.core.hub.state import History, Lease, Room, Version, Worker, checksum_of
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import merged
 from tensorhub_plugins.core.protocol.reach import at_all_hosts
@@ -76,7 +76,9 @@ def _model(registry: Registry, history: History, now: float, room: Room) -> dict
             {**_number(number), "why": missing.why} for number, missing in history.missing.items() if missing.why
         ],
         "bytes_published": history.published_size_bytes,
-        "bytes_retained": sum(h.size_bytes for h in _retained(history)),
+        "bytes_retained": sum(
+            h.size_bytes for worker in history.workers.values() for h in worker.holdings.values() if h.must_retain
+        ),
         "budget_bytes": registry.limits.published_bytes_max or None,
         "over_budget": [
             {"worker": name, "bytes": size, "versions": count}
@@ -114,11 +116,6 @@ def _some(
         if room.takes(len(msgspec.msgpack.encode(entry))):
             found.append(entry)
     return found
-
-
-def _retained(history: History) -> list[Holding]:
-    """Return the copies that their holders wanted to unpublish."""
-    return [h for worker in history.workers.values() for h in worker.holdings.values() if h.must_retain]
 
 
 def _version(info: VersionInfo) -> dict[str, object]:
@@ -193,10 +190,6 @@ def _lease(registry: Registry, lease: Lease, now: float) -> dict[str, object]:
     }
 
 
-def _published_size_bytes(worker: Worker) -> int:
-    return sum(h.size_bytes for h in worker.holdings.values() if h.complete and h.is_published)
-
-
 def must(holds: object) -> None:
     """Assert this, under `python -O`, too: the server keeps no records that are inconsistent."""
     if not holds:
@@ -238,7 +231,8 @@ def _validate_worker(registry: Registry, session: bytes, worker: Worker) -> None
         version = worker.history.versions[key.version]
         must(version.holders(key)[session] is h)
         must(version.contents[key.layout, key.shard_count, key.shard][0] == h.root)
-    must(worker.published_size_bytes == _published_size_bytes(worker))
+    published = (h.size_bytes for h in worker.holdings.values() if h.complete and h.is_published)
+    must(worker.published_size_bytes == sum(published))
     must(worker.holdings_checksum in (0, checksum_of(worker)))
     must(not worker.aside or worker.role == "reader")
     must(worker.aside.keys().isdisjoint(worker.holdings))

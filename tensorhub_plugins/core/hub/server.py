@@ -293,7 +293,10 @@ class Server(OfThisProcess):
                     raise ProtocolError("not a tensorhub client: is something else talking to this port?")
                 message = messages.decode_from_client(frame)
             except ProtocolError as error:
-                self._log_refusal(identity, error)
+                now = self._clock()
+                if now - self._refused_at[0] > 1.0:
+                    self._refused_at = [*self._refused_at[1:], now]
+                    self._log(logging.WARNING, f"refused a message from {public_name(identity).hex()[:8]}: {error}")
                 self._send(identity, messages.Refused(0, "ProtocolError", str(error)))
                 continue
             self._handle(hub.Received(self._names.public(identity, self._hub.workers), message, role), self._now())
@@ -404,12 +407,6 @@ class Server(OfThisProcess):
             log.warning("%d lines are left out: there were more than %d in a second", self._left_out, LOGGED_PER_S)
             self._left_out = 0
         log.log(level, "%s", printable(text))
-
-    def _log_refusal(self, identity: bytes, error: ProtocolError) -> None:
-        now = self._clock()
-        if now - self._refused_at[0] > 1.0:
-            self._refused_at = [*self._refused_at[1:], now]
-            self._log(logging.WARNING, f"refused a message from {public_name(identity).hex()[:8]}: {error}")
 
 
 def _frame(message: messages.HubMessage) -> bytes:

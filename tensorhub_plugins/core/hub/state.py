@@ -298,10 +298,6 @@ class Worker(_Referred):
         hello, reader = self.hello, self.role == "reader"
         self.group = hello.replica, hello.shard_count, self.role, hello.job if reader else ""
 
-    def passes_on(self, key: ShardKey) -> bool:
-        """Return whether it serves on what arrives of this shard."""
-        return self.reading.get(key, 0) > self.keeping.get(key, 0)
-
     @property
     def name(self) -> str:
         """Return its name in reports and errors: "replica/shard"."""

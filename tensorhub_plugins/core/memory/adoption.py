@@ -57,7 +57,8 @@ class Adoption:
         found = cls(tensors, deadline)
         with cls._lock:
             for kept in candidates:
-                if kept._same_objects(found):  # they have other memory now: what is known of the old is stale
+                # The same objects, which have other memory now: what is known of the old is stale.
+                if [ids for ids, *_ in kept._traits] == [ids for ids, *_ in found._traits]:
                     kept._forget(None)
             cls._kept.append(found)
             if len(cls._kept) > ADOPTIONS_MAX:
@@ -115,9 +116,6 @@ class Adoption:
             for some, traits in zip(until(deadline, _some_at_a_time(tensors), 1), self._traits, strict=True)
             for trait, before in zip(_TRAITS, traits, strict=True)
         )
-
-    def _same_objects(self, other: Adoption) -> bool:
-        return [ids for ids, *_ in self._traits] == [ids for ids, *_ in other._traits]
 
     def _forget(self, _: object) -> None:
         # With no name of this module: it is empty already when the last tensors die with the interpreter.

@@ -42,26 +42,25 @@ class Block:
         inconsistent: they may come from a peer, and decide how memory is handed out. over: existing memory, uint8."""
         _check_specs(until(deadline, table))
         size_bytes = table.block_size_bytes
-        self.fd, self.liveness = _shareable(max(size_bytes, mmap.PAGESIZE)) if over is None else NOTHING
-        if over is not None:
-            if over.numel() < size_bytes:
-                raise UsageError(f"{size_bytes} bytes of tensors in memory of {over.numel()}")
-            base, memory = over, memory_of(over)
-        elif self.fd >= 0:
-            mapped = self._map(max(size_bytes, mmap.PAGESIZE))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                try:
-                    mapped.madvise(mmap.MADV_HUGEPAGE)  # half the time for the first write, where the kernel allows it
-                except OSError:
-                    logger.debug("no huge pages for shared memory here")
-            memory = memoryview(mapped)
-            base = _bytes_over(memory)
-        else:
-            base = _bytes_over(None, max(size_bytes, 1))
-            memory = memory_of(base)
-        self.memory = base  # all of it, uint8
-        self.borders = table.block_borders
+        if over is not None and over.numel() < size_bytes:
+            raise UsageError(f"{size_bytes} bytes of tensors in memory of {over.numel()}")
+        mapped_size_bytes = max(size_bytes, mmap.PAGESIZE)
+        self.fd, self.liveness = _shareable(mapped_size_bytes) if over is None else NOTHING
         try:
+            if self.fd >= 0:
+                mapped = mmap.mmap(self.fd, mapped_size_bytes)
+                if hasattr(mmap, "MADV_HUGEPAGE"):
+                    try:
+                        mapped.madvise(mmap.MADV_HUGEPAGE)  # half the time for the first write, where it is allowed
+                    except OSError:
+                        logger.debug("no huge pages for shared memory here")
+                memory = memoryview(mapped)
+                base = _bytes_over(memory)
+            else:
+                base = _bytes_over(None, max(size_bytes, 1)) if over is None else over
+                memory = memory_of(base)
+            self.memory = base  # all of it, uint8
+            self.borders = table.block_borders
             self.tensors = {
                 spec.name: _tensor_at(base, spec, offset)
                 for spec, offset in zip(until(deadline, table), table.block_offsets, strict=True)
@@ -72,13 +71,6 @@ class Block:
                     for span in until(deadline, table.spans)
                 ]
             )
-        except BaseException:
-            self.close()
-            raise
-
-    def _map(self, size_bytes: int) -> mmap.mmap:
-        try:
-            return mmap.mmap(self.fd, size_bytes)
         except BaseException:
             self.close()
             raise
@@ -117,7 +109,6 @@ def _bytes_over(memory: memoryview | None, size_bytes: int = 0) -> torch.Tensor:
 
 @torch.inference_mode(False)
 def _tensor_at(base: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
-    """Return the tensor of `spec` whose bytes begin at `base[offset]`."""
     dtype = dtype_of(spec)
     stride = spec.stride or tuple(accumulate(spec.shape[:0:-1], lambda a, b: a * max(b, 1), initial=1))[::-1]
     view = torch.empty(0, dtype=dtype, device=base.device)

@@ -363,7 +363,7 @@ class Slab(OfThisProcess):
             devices.settle_host(islice(self._tensors.values(), 1))
         if algorithm == NO_DIGESTS:
             return Manifest(self.specs, os.urandom(DIGEST_SIZE_BYTES), segment_size_bytes, NO_DIGESTS)
-        joined = self._known_as(segment_size_bytes, algorithm)
+        joined = self._known if (algorithm, segment_size_bytes) == (XXH3, self.segment_size_bytes) else None
         if joined is None:
             joined = self._digests(segment_size_bytes, algorithm, threads, deadline)
         return Manifest(self.specs, joined, segment_size_bytes, algorithm)
@@ -551,9 +551,6 @@ class Slab(OfThisProcess):
         for host in self.device.pieces(self._cut_flats, until(deadline, ranges, 1)):
             joined.append(digests_of_view(memory_of(host), segment_size_bytes, algorithm, threads))
         return b"".join(joined)
-
-    def _known_as(self, segment_size_bytes: int, algorithm: str) -> bytes | None:
-        return self._known if (algorithm, segment_size_bytes) == (XXH3, self.segment_size_bytes) else None
 
     def _copy_through_host(self, device: devices.Device, deadline: float = NEVER) -> None:
         """Hand out and receive copies: memory of this device cannot be handed out itself."""

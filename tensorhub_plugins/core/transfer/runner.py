@@ -278,7 +278,8 @@ class Transfer:
                 reader.close()
                 self._left.append(reader)
             case events.EndLease(request_id, shard, lost, corrupt, refused):
-                came = self._closed_with(request_id, shard)
+                last = self._left[-1] if self._left else None
+                came = NOTHING if last is None or (last.request_id, last.shard) != (request_id, shard) else last.came
                 self._hub.end_lease(request_id, shard, lost=lost, corrupt=corrupt, refused=refused, came=came)
                 if shard is None:
                     self._leases.pop(request_id, None)
@@ -288,11 +289,6 @@ class Transfer:
                 self._ended, self._error = True, error
             case _:
                 assert_never(effect)
-
-    def _closed_with(self, request_id: int, shard: int | None) -> Came:
-        """Return what was read by the reader that was closed last, if it is the one of this request and shard."""
-        last = self._left[-1] if self._left else None
-        return NOTHING if last is None or (last.request_id, last.shard) != (request_id, shard) else last.came
 
     def _prepare(self, key: ShardKey, manifest: Manifest, lender: bytes | None) -> events.Event:
         loan = None if lender is None else self._readers[key.shard, lender].take_loan()

@@ -203,7 +203,9 @@ class SourceReader:
                 elif self._batches:
                     self._read(link)
                 else:
-                    unchanged = link.check(deadline=self._soon(), waits=self._is_to_ask)
+                    # What comes over a socket is a copy, made before; but nothing else shows that without digests.
+                    waits = not self._verify or self.transport not in MEASURED
+                    unchanged = link.check(deadline=self._soon(), waits=waits)
                     self._notify(events.EpochChecked(self.shard, self.grant.session, unchanged))
                     return
         except (TensorHubError, OSError) as error:
@@ -221,12 +223,6 @@ class SourceReader:
 
     def _soon(self) -> float:
         return min(self._machine.deadline, Deadline.after(self._limits.open_s))
-
-    @property
-    def _is_to_ask(self) -> bool:
-        """Return whether the source must say that it has not withdrawn what was read. What it sends over a socket is a
-        copy, made before; but nothing else shows that without digests."""
-        return not self._verify or self.transport not in MEASURED
 
     def _wait(self) -> bool:
         """Wait until there is something to do; return False when it is over."""

@@ -90,7 +90,7 @@ def worker_config(given: TrainingOptions, *, replica: str, adapter: bool = False
     own = {
         "replica": replica,
         "location": {"data_center": location.data_center, "rack": location.rack, "host": location.host},
-        "advertise_host": node_addresses(),
+        "advertise_host": ",".join(with_faster([node_address()])),
         "job": job(),
         "preemptible": is_preemptible(),
         **({"lora": [given.model], "model": f"{given.model}.base"} if adapter else {}),
@@ -104,11 +104,6 @@ def job() -> str | None:
         return None
     context = ray.get_runtime_context()
     return f"{context.get_session_name()}-{context.get_job_id()}"
-
-
-def node_addresses() -> str:
-    """Return this node's address, and those of its network cards with faster links, with commas between them."""
-    return ",".join(with_faster([node_address()]))
 
 
 def node_address() -> str:

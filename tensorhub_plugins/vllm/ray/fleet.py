@@ -194,7 +194,9 @@ def _listed(jobs: Collection[str]) -> str:
 
 def _connect(address: str | None) -> None:
     try:
-        _check_answers(address)
+        host, _, port = (address or "").rpartition(":")  # Ray waits for minutes where nothing listens
+        if host and port.isdigit() and "//" not in host:
+            connected(host.strip("[]"), int(port), Deadline.after(CONNECT_TIMEOUT_S)).close()
         ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, RayError, RuntimeError, ValueError, OSError) as error:
         where = "this machine belongs to no Ray cluster"
@@ -204,10 +206,3 @@ def _connect(address: str | None) -> None:
             f"{where}: run this on one of its nodes, or give the head's address, e.g. --address 10.0.0.1:6379 "
             f"({sentence(error)})"
         ) from error
-
-
-def _check_answers(address: str | None) -> None:
-    """Ray itself waits for minutes for an address at which nothing listens."""
-    host, _, port = (address or "").rpartition(":")
-    if host and port.isdigit() and "//" not in host:
-        connected(host.strip("[]"), int(port), Deadline.after(CONNECT_TIMEOUT_S)).close()

@@ -135,7 +135,8 @@ class FleetState:
             case events.SetTarget(target):
                 self._set_target(target)
             case events.PolicySaid(target):
-                self._policy_said(target)
+                if self.by_policy and self.is_known:
+                    self._aim(max(self.minimum, min(target, self.maximum)), self.policy)
             case events.Tick():
                 self._time_out(now)
             case _:
@@ -477,10 +478,6 @@ class FleetState:
             self.by_policy = False
             self._say(f"{self.policy} no longer sets the target (`tensorhub fleet target policy` undoes)")
         self._aim(target, "people")
-
-    def _policy_said(self, target: int) -> None:
-        if self.by_policy and self.is_known:
-            self._aim(max(self.minimum, min(target, self.maximum)), self.policy)
 
     def _aim(self, target: int, by: str) -> None:
         if target != self.wanted:

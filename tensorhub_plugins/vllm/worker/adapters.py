@@ -125,17 +125,13 @@ class AdapterUpdater(Updater):
                     f"the store's here, which are {some(sorted(each.name for each in known.values()))}: make its "
                     "request by tensorhub_plugins.vllm.lora_request"
                 )
-            return ours.built_again()
+            _, built = ours._live  # what is installed, or being installed
+            if built is None:
+                raise ValueError(f"adapter {ours.name!r} has not come yet: wait until a version of it is installed")
+            return built.clone(ours.request.lora_int_id)
 
         manager._load_adapter = load_adapter
         _read_from_memory(manager)
-
-    def built_again(self) -> Any:
-        """Return the installed version, or the one being installed, for vLLM's cache."""
-        version, built = self._live
-        if built is None:
-            raise ValueError(f"adapter {self.name!r} has not come yet: wait until a version of it is installed")
-        return built.clone(self.request.lora_int_id)
 
     def _build(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have vLLM make its LoRAModel; VersionRefused says what does not fit, and keeps nothing."""

@@ -202,7 +202,8 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
     from vllm.config import set_current_vllm_config
 
     ends = partial(ends_of, parallel_ranks(vllm_config))
-    heads = _ties_its_head(vllm_config)
+    config = getattr(vllm_config.model_config, "hf_text_config", None)
+    heads = bool(getattr(config, "tie_word_embeddings", False))
     try:
         with torch.no_grad(), set_current_vllm_config(vllm_config), _stand_ins(model) as places:
             return rehearse_in(places, partial(draft.load, model), tensors, ends=ends, heads=heads)
@@ -253,11 +254,6 @@ def rehearse_in(
     tied, ignored = recorder.tied(heads=heads), recorder.ignored_biases()
     plan = recorder.plan(tied, ignored)
     return Rehearsal(shapes_of(tensors), frozenset(recorder.used), tied, ignored, plan)
-
-
-def _ties_its_head(vllm_config: Any) -> bool:
-    config = getattr(vllm_config.model_config, "hf_text_config", None)
-    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 @dataclass
