@@ -45,11 +45,8 @@ def refuse_or_tell(root: Any) -> None:
 def check(root: Any) -> Outlook:
     """Check all that can be known here: configuration, versions, whether the hub answers."""
     wrong = checks.settle(root)
-    settle_dtype(root)
-    settle_slices(root)
-    settle_adapter(root)
     model = model_of(root.actor_rollout_ref.model.get("path"))
-    settle_timeout(root, model)
+    settle(root, model)
     options, outlook = checks.check(root)
     outlook.wrong[:0] = wrong
     checks.tell_memory(outlook, root, options, model)
@@ -64,45 +61,25 @@ def check(root: Any) -> Outlook:
     return outlook
 
 
-def settle_dtype(root: Any) -> None:
-    """Publish in the dtype of the rollouts where none is asked for: verl's trainers have fp32 masters, which would be
-    twice the bytes for all readers. It is written into the configuration, as no other process knows both sides."""
-    rollout = root.actor_rollout_ref.rollout
-    given = rollout.checkpoint_engine.get("engine_kwargs") or {}
-    if (given.get(config.BACKEND) or {}).get("dtype") is None and rollout.get("dtype") in config.DTYPES:
-        OmegaConf.update(root, f"{config.WHERE}.dtype", rollout.dtype, force_add=True)
-
-
-def settle_slices(root: Any) -> None:
-    """Publish for workers that each take a slice where it is not said otherwise: those of tensor parallel replicas that
-    pull. In drop-in mode every worker reads everything."""
-    rollout = root.actor_rollout_ref.rollout
-    given = (rollout.checkpoint_engine.get("engine_kwargs") or {}).get(config.BACKEND) or {}
-    if rollout.get("name") == config.ROLLOUT:
+def settle(root: Any, model: Model | None) -> None:
+    """Write into the configuration what it leaves open: no other process knows both sides."""
+    reference = root.actor_rollout_ref
+    rollout, has_adapter = reference.rollout, checks.has_adapter(reference.get("model"))
+    given = checks.get(rollout, "checkpoint_engine", "engine_kwargs", config.BACKEND) or {}
+    settled: dict[str, Any] = {}
+    if rollout.get("dtype") in config.DTYPES:  # verl's trainers have fp32 masters: twice the bytes for all readers
+        settled["dtype"] = rollout.dtype
+    if rollout.get("name") == config.ROLLOUT:  # in drop-in mode, and of an adapter, every worker reads everything
         size, experts = (int(rollout.get(f"{kind}_parallel_size") or 1) for kind in ("tensor_model", "expert"))
-        if checks.has_adapter(root.actor_rollout_ref.get("model")):  # every worker reads all of it
-            size = experts = 1
-        for option, value in (("slices", size), ("slices_experts", experts == 1)):
-            if given.get(option) is None:
-                OmegaConf.update(root, f"{config.WHERE}.{option}", value, force_add=True)
-
-
-def settle_adapter(root: Any) -> None:
-    """Name the history of a LoRA run after the adapter: nothing else is in it."""
-    if checks.has_adapter(root.actor_rollout_ref.get("model")):
-        given = root.actor_rollout_ref.rollout.checkpoint_engine.get("engine_kwargs") or {}
-        model = str((given.get(config.BACKEND) or {}).get("model") or config.Options().model)
-        OmegaConf.update(root, f"{config.WHERE}.model", history_of(model), force_add=True)
-
-
-def settle_timeout(root: Any, model: Model | None) -> None:
-    """Give a version of a large model the time that its bytes take, or more while it works, unless the timeout was
-    given."""
-    given = root.actor_rollout_ref.rollout.checkpoint_engine.get("engine_kwargs") or {}
-    ours = given.get(config.BACKEND) or {}
-    if ours.get("timeout_s") is not None:
-        return
-    OmegaConf.update(root, f"{config.WHERE}.timeout_grows", True, force_add=True)
+        settled |= {"slices": 1 if has_adapter else size, "slices_experts": has_adapter or experts == 1}
     if model is not None:
-        size_bytes = model.elements * checks.SIZES.get(str(ours.get("dtype")), checks.SIZES["float32"])
-        OmegaConf.update(root, f"{config.WHERE}.timeout_s", config.Options.timeout_for(size_bytes), force_add=True)
+        dtype = str(given.get("dtype") or settled.get("dtype"))
+        size_bytes = model.elements * checks.SIZES.get(dtype, checks.SIZES["float32"])
+        settled["timeout_s"] = config.Options.timeout_for(size_bytes)
+    settled = {option: value for option, value in settled.items() if given.get(option) is None}
+    if given.get("timeout_s") is None:
+        settled["timeout_grows"] = True  # while it works
+    if has_adapter:  # nothing else is in its history
+        settled["model"] = history_of(str(given.get("model") or config.Options().model))
+    for option, value in settled.items():
+        OmegaConf.update(root, f"{config.WHERE}.{option}", value, force_add=True)

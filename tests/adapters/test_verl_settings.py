@@ -21,7 +21,7 @@ def test_slices_are_as_many_as_the_workers_of_a_replica_that_pulls(name, given, 
     engine = {"engine_kwargs": {config.BACKEND: given}}
     rollout = {"name": name, "tensor_model_parallel_size": 4, "checkpoint_engine": engine}
     root = omegaconf.OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
-    driver.settle_slices(root)
+    driver.settle(root, None)
     kwargs = root.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
     found = config.parse(kwargs[config.BACKEND])
     assert (found.slices, found.slices_experts) == expected
@@ -33,7 +33,7 @@ def test_experts_are_not_cut_for_expert_parallel_replicas(given, expected):
     sizes = {"tensor_model_parallel_size": 4, "expert_parallel_size": 4}
     rollout = {"name": config.ROLLOUT, **sizes, "checkpoint_engine": engine}
     root = omegaconf.OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
-    driver.settle_slices(root)
+    driver.settle(root, None)
     kwargs = root.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
     assert config.parse(kwargs[config.BACKEND]).slices_experts == expected
 
@@ -57,6 +57,6 @@ def test_a_size_that_no_replica_has_is_refused():
 def test_a_version_of_a_large_model_may_take_longer(given, model, expected):
     rollout = {"checkpoint_engine": {"engine_kwargs": {config.BACKEND: given}}}
     root = omegaconf.OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
-    driver.settle_timeout(root, model)
+    driver.settle(root, model)
     kwargs = root.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
     assert config.parse(kwargs[config.BACKEND]).timeout_s == expected
