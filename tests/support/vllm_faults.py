@@ -12,7 +12,7 @@ import torch
 from tensorhub_plugins.core.transfer import sharing
 from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.vllm.doctor.check_sync import Patient
-from tensorhub_plugins.vllm.worker import cpu, progress, weights
+from tensorhub_plugins.vllm.worker import cpu, not_finite, progress, weights
 from tensorhub_plugins.vllm.worker.conversion import Conversion
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 
@@ -166,6 +166,14 @@ class StaleViewsExtension(TensorHubWorkerExtension):
 
     def __new__(cls, *args, **kwargs):
         cpu.refresh_convolutions = lambda model: None
+        return super().__new__(cls, *args, **kwargs)
+
+
+class UnlookedExtension(TensorHubWorkerExtension):
+    """An extension that looks for no NaN in the KV that an update leaves."""
+
+    def __new__(cls, *args, **kwargs):
+        not_finite.clear_after = lambda worker, changed: None
         return super().__new__(cls, *args, **kwargs)
 
 

@@ -55,7 +55,18 @@ from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, check_lora, is_further_rank, shares_experts
 from tensorhub_plugins.vllm.interrupts import leave_garbage
 from tensorhub_plugins.vllm.plugin import around
-from tensorhub_plugins.vllm.worker import adapters, addresses, cpu, draft, fingerprint, need, online, progress, weights
+from tensorhub_plugins.vllm.worker import (
+    adapters,
+    addresses,
+    cpu,
+    draft,
+    fingerprint,
+    need,
+    not_finite,
+    online,
+    progress,
+    weights,
+)
 from tensorhub_plugins.vllm.worker.methods import CHANGE_WEIGHTS, may_change_weights
 from tensorhub_plugins.vllm.worker.preserved import preserved
 from tensorhub_plugins.vllm.worker.updater import TIMEOUT_S, Updater, time_of_update
@@ -349,8 +360,10 @@ def _execute_model(original: Any, worker: Any, scheduled: Any, *args: Any, **kwa
     # A step without tokens computes nothing: vLLM makes one to clear requests whose clients have disconnected.
     if scheduled.total_num_scheduled_tokens:
         worker.tensorhub_guard()
-    if all_attached(worker):
+    if joined := all_attached(worker):
         progress.begin_again(worker.model_runner, scheduled.scheduled_cached_reqs.resumed_req_ids)
+        if scheduled.total_num_scheduled_tokens:
+            not_finite.clear_after(worker, max(updater.changed for updater in joined))
     return original(scheduled, *args, **kwargs)
 
 

@@ -9,6 +9,7 @@ A fetch that fails with VersionRefused got tensors that are not this model's (se
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Mapping
@@ -48,6 +49,7 @@ logger = get_logger(__name__)
 TIMEOUT_S = 60.0  # where none is given, for what does not depend on the size
 PLAN_AHEAD_S = 10.0  # for vLLM's thread to call `poll`; after that the first version is read whole
 MAKE_ROOM_S = 1.0  # for readers that were just directed to the last version
+CHANGES = itertools.count(1)  # of weights, in this process
 HAND_OVER_TIMEOUT_S = 5.0  # a node with a spot notice has half a minute; followers take the newest version anyway
 
 
@@ -69,6 +71,7 @@ class Updater:
         self._serving: Future[None] | None = None  # the last offer to peers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub")
         self._is_leaving = self._grows = False
+        self.changed = 0  # another number after each change of the weights
         self._asked = Asked()
         self._plans_ahead = position.shard_count > 1  # else a worker needs everything
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
@@ -93,7 +96,10 @@ class Updater:
         """Change the state and carry out the effects, in order; UsageError if the event is impossible now."""
         withdrawn: list[int] = []
         with self._lock:
-            for effect in self._state.handle(event):
+            effects = self._state.handle(event)
+            if isinstance(event, (update_state.Installed, update_state.Unversioned)):
+                self.changed = next(CHANGES)
+            for effect in effects:
                 match effect:
                     case update_state.Fetch():
                         self._fetching = self._thread.submit(self._fetch, effect)
