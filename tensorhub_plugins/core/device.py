@@ -55,7 +55,9 @@ class Device:
         self._lock = threading.Lock()
         self._streams: dict[str, Stream] = {}  # by direction
         self._registered: dict[int, int] = {}  # host memory: first address -> the one after the last
-        self._borders: list[int] = []  # of all that is registered, sorted
+        self._borders: list[int] = []  # of all that is registered, or is about to be, sorted
+        self._copying: dict[object, int] = {}  # copies that are being queued: by which thread
+        self._queued = threading.Condition(self._lock)
 
     def __repr__(self) -> str:
         return f"<Device {self.name}>"
@@ -103,11 +105,17 @@ class Device:
 
     def register(self, memory: torch.Tensor, *, read_only: bool = False) -> str:
         """Pin host memory, whole pages. Return why that failed, else "". read_only: it must not be written to."""
-        start = memory.data_ptr()
-        with self.calling() as driver:
-            reason = driver.register(memory, read_only=read_only)
-        if not reason:
-            self._note_registered(start, start + memory.numel())
+        start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        with self._queued:  # from now on no copy spans its ends; those that may have begun before
+            self._borders = sorted({*self._borders, start, stop})
+            others = {copy for copy, thread in self._copying.items() if thread != threading.get_ident()}
+            self._queued.wait_for(lambda: others.isdisjoint(self._copying))
+        reason = "not registered"
+        try:
+            with self.calling() as driver:
+                reason = driver.register(memory, read_only=read_only)
+        finally:
+            self._note_registered(start, None if reason else stop)
         return reason
 
     def unregister(self, memory: torch.Tensor) -> None:
@@ -121,8 +129,22 @@ class Device:
             self._registered = registered if stop is None else {**registered, start: stop}
             self._borders = sorted({*self._registered, *self._registered.values()})
 
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Let no memory become registered between a look at `piece_of` and the copy that follows from it."""
+        copy = object()
+        with self._lock:
+            self._copying[copy] = threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._queued:
+                del self._copying[copy]
+                self._queued.notify_all()
+
     def piece_of(self, address: int) -> int:
-        """Return a number that is the same for addresses of one registration: no copy may span two of them."""
+        """Return a number that is the same for addresses of one registration: no copy may span two of them. Call it
+        within `queueing`."""
         return bisect_right(self._borders, address)
 
     def is_fast(self, host: torch.Tensor, known: dict[int, bool] | None = None) -> bool:
@@ -197,10 +219,11 @@ class Device:
             driver.order(stream, after)
         at = 0
         try:
-            for group, size_bytes in _groups(flats, self.piece_size_bytes):
-                part = host[at : at + size_bytes]
-                at += size_bytes
-                self._queue_group(direction, group, part, stream)
+            with self.queueing():
+                for group, size_bytes in _groups(flats, self.piece_size_bytes):
+                    part = host[at : at + size_bytes]
+                    at += size_bytes
+                    self._queue_group(direction, group, part, stream)
         except BaseException:
             driver.wait(driver.record(stream))  # the caller releases memory that a queued copy may still write
             raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -43,18 +43,24 @@ def copy_all(pairs: Iterable[Pair]) -> None:
     slow: dict[Device, list[Pair]] = {}
     pinned: dict[int, bool] = {}  # by storage
     with contextlib.ExitStack() as calling:
+
+        def enter(device: Device) -> Driver:
+            if device not in drivers:
+                calling.enter_context(device.queueing())
+                drivers[device] = calling.enter_context(device.calling())
+            return drivers[device]
+
         try:
-            for target, source in _joined(pairs):
+            for target, source in _joined(pairs, enter):
                 device = of(target) or of(source)
                 if device is None:
                     target.copy_(source)
                     continue
-                if device not in drivers:
-                    drivers[device] = calling.enter_context(device.calling())
+                driver = enter(device)
                 if of(source) is None and target.shape == source.shape and not device.is_fast(source, pinned):
                     slow.setdefault(device, []).append((target, source))
                 else:
-                    drivers[device].copy(source, target, None)
+                    driver.copy(source, target, None)
             for device, some in slow.items():
                 if sum(source.nbytes for _, source in some) > device.piece_size_bytes:
                     _up(device, some)
@@ -66,12 +72,12 @@ def copy_all(pairs: Iterable[Pair]) -> None:
                 device.synchronize()
 
 
-def _joined(pairs: Iterable[Pair]) -> Iterator[Pair]:
-    """Yield these, and one for several that are neighbours. To begin a copy takes 10 us."""
+def _joined(pairs: Iterable[Pair], enter: Callable[[Device], object]) -> Iterator[Pair]:
+    """Yield these, and one for several that are neighbours. To begin a copy takes 10 us. enter: their device."""
     first: Pair | None = None
     count, after = 0, None
     for pair in pairs:
-        begins = _begins(pair)
+        begins = _begins(pair, enter)
         if first is not None and begins is not None and begins == after:
             count += pair[0].numel()
         else:
@@ -83,7 +89,7 @@ def _joined(pairs: Iterable[Pair]) -> Iterator[Pair]:
         yield _over(first, count)
 
 
-def _begins(pair: Pair) -> tuple[Any, ...] | None:
+def _begins(pair: Pair, enter: Callable[[Device], object]) -> tuple[Any, ...] | None:
     """Return where both begin, as what, in which memory and pieces; None: they are no copy of one run of bytes."""
     target, source = pair
     memory = target.untyped_storage().data_ptr(), source.untyped_storage().data_ptr()
@@ -92,6 +98,8 @@ def _begins(pair: Pair) -> tuple[Any, ...] | None:
     if not (target.is_contiguous() and source.is_contiguous()) or source.is_neg() or source.is_conj():
         return None
     device, begins = of(target) or of(source), (target.data_ptr(), source.data_ptr())
+    if device is not None:
+        enter(device)
     pieces = None if device is None else tuple(map(device.piece_of, begins))
     return *begins, target.dtype, memory, pieces
 

@@ -158,6 +158,75 @@ def test_neighbours_are_copied_together_and_never_over_two_pieces(size_bytes, pi
         simulation.check()
 
 
+class Half:
+    """A device's bytes, and unpinned host memory of two pieces; not shown where a test fails, as nobody may read it."""
+
+    def __init__(self, simulation, host):
+        self.simulation, self.device = simulation, simulation.devices[0]
+        self.there = simulation.put(torch.zeros(2 * SIZE, dtype=torch.uint8))
+        self.host, self.piece = host, host[:SIZE]
+
+    def copy(self, direction):
+        if direction == "down":
+            self.device.down([self.there], self.host)
+        else:
+            self.device.up(self.host, [self.there])
+
+
+@pytest.fixture
+def half(no_pages):
+    specs = [TensorSpec(name, "uint8", (SIZE,), SIZE) for name in "ab"]
+    with Simulation(0) as simulation, Slab.allocate(specs, pin=False) as slab:
+        yield Half(simulation, torch.as_strided(slab.tensors()["a"], (2 * SIZE,), (1,)))
+        simulation.check()
+
+
+@pytest.mark.parametrize("direction", ["down", "up"])
+def test_a_copy_while_a_piece_is_pinned_does_not_span_it(half, direction, monkeypatch):
+    """As of a version that is installed, or published, while its memory is pinned in the background."""
+    register = half.device._driver.register
+
+    def registering(memory, *, read_only=False):
+        reason = register(memory, read_only=read_only)
+        copy = threading.Thread(target=half.copy, args=[direction])
+        copy.start()
+        copy.join(PATIENCE_S)
+        return reason
+
+    monkeypatch.setattr(half.device._driver, "register", registering)
+    assert half.device.register(half.piece) == ""
+    assert half.simulation.faults == []
+    half.device.unregister(half.piece)
+
+
+def test_no_piece_is_pinned_between_the_look_at_pieces_and_the_copy(half):
+    """Neighbours that are one copy, which is queued when the next pair is asked for."""
+    pinning_it = threading.Thread(target=half.device.register, args=[half.piece])
+
+    def pairs():
+        yield half.there[:SIZE], half.host[:SIZE]
+        yield half.there[SIZE:], half.host[SIZE:]
+        pinning_it.start()
+        while half.host.data_ptr() not in half.device._borders:  # it is noted, or even pinned
+            pass
+        yield half.host[:1], half.there[:1]
+
+    copy_all(pairs())
+    pinning_it.join(PATIENCE_S)
+    assert half.simulation.faults == [] and half.device.is_fast(half.piece)  # it was pinned afterwards
+    half.device.unregister(half.piece)
+
+
+def test_a_pinning_that_fails_leaves_no_border(half):
+    half.simulation.registers_at_most = 0
+    assert half.device.register(half.piece) == "error 1" and half.device._borders == []
+    half.simulation.registers_at_most = SIZE
+    with half.device.queueing():  # by this thread itself: it is not waited for
+        assert half.device.register(half.piece) == "" and len(half.device._borders) == 2
+    half.device.unregister(half.piece)
+    assert half.device._borders == []
+
+
 @pytest.mark.parametrize("fails", ["what gives the pairs", "a copy"])
 def test_copies_are_waited_for_after_an_error_too(fails):
     """Else a caller releases host memory that the device still writes, or reads."""
