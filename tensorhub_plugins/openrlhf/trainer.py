@@ -108,7 +108,7 @@ class PolicyModelActor(_Policy):
         """Stand for OpenRLHF's way to load a checkpoint, once: the weights come from the store if they can."""
         self.strategy.load_ckpt = load_ckpt
         self._connect(options)
-        if not self._recovery.resume(recovery.folder_of(path), options.timeout_s):
+        if not self._recovery.resume(recovery.folder_of(path), options.timeout_s, grows=options.timeout_grows):
             return load_ckpt(engine, path)
         if self._is_sharded:
             load = partial(load_ckpt, engine, path)

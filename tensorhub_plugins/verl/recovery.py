@@ -30,7 +30,9 @@ def watch(publisher: Publisher, options: Options) -> None:
 def _load(original: Any, engine: Any, local_path: str, *args: Any, **kwargs: Any) -> None:
     manager, recovery = engine.checkpoint_manager, _recovery(engine)
     contents = manager.checkpoint_load_contents
-    if local_path is not None and recovery is not None and recovery.resume(local_path, engine.tensorhub[1].timeout_s):
+    _, options = engine.tensorhub
+    how = {"timeout_s": options.timeout_s, "grows": options.timeout_grows}
+    if local_path is not None and recovery is not None and recovery.resume(local_path, **how):
         manager.checkpoint_load_contents = [each for each in contents if each != "model"]
     try:
         original(engine, local_path, *args, **kwargs)

@@ -98,9 +98,10 @@ class Recovery:
         except Exception as error:
             log.warning("%s: a run that resumes from %s loads its weights: %s", publisher.worker, folder, error)
 
-    def resume(self, folder: str | os.PathLike[str], timeout_s: float) -> bool:
+    def resume(self, folder: str | os.PathLike[str], timeout_s: float, *, grows: bool = False) -> bool:
         """Put the weights that belong to this checkpoint, or the newest ones, into the parameters. Return False, on
-        every rank, if they are to be loaded from the checkpoint. timeout_s: for what is asked and read on the way."""
+        every rank, if they are to be loaded from the checkpoint. timeout_s: for what is asked and read on the way.
+        grows: the weights may take longer, as long as they come."""
         deadline, began = Deadline.after(timeout_s), time.monotonic()
         fetched: list[Fetched] = []  # what is to be released, one at most
         try:
@@ -110,7 +111,7 @@ class Recovery:
             common = set(fitting).intersection(*self._gather(fitting))
             if not common:
                 raise _NoWeights(f"no worker holds {'newer ones' if self._takes_newest else 'those of its step'}")
-            held = self._together(lambda: self._read(max(common), deadline, fetched))
+            held = self._together(lambda: self._read(max(common), deadline, fetched, grows=grows))
             self._together(lambda: _write(held, fetched[0]))
             self._together(lambda: self._compare(fetched[0]))
             self.is_mixed = not all(self._gather(self._root(fetched[0].manifests) == note.root))
@@ -176,7 +177,7 @@ class Recovery:
                     fitting.append(version)
         return fitting
 
-    def _read(self, version: int, deadline: Deadline, fetched: list[Fetched]) -> list[Held]:
+    def _read(self, version: int, deadline: Deadline, fetched: list[Fetched], *, grows: bool) -> list[Held]:
         """Read this rank's parts of the version, and return where they belong."""
         with self._tables(version, deadline) as tables:
             dtypes = {spec.tensor: spec.dtype for manifest in tables.values() for spec in manifest.tensors}
@@ -194,8 +195,8 @@ class Recovery:
             assert each.tensor is not None
             spec = contiguous_spec(name, getattr(torch, dtype), each.tensor.shape)
             wanted.append(msgspec.structs.replace(spec, part=each.part))
-        client = self._publisher.client
-        fetched.append(client.fetch(version, (CHECKPOINT,), wanted=wanted, timeout_s=deadline.remaining()))
+        client, timeout_s = self._publisher.client, deadline.remaining()
+        fetched.append(client.fetch(version, (CHECKPOINT,), wanted=wanted, timeout_s=timeout_s, grows=grows))
         return held
 
     def _compare(self, fetched: Fetched) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from client_stage import until
 
-from tensorhub_plugins.core import Client, Publisher, SourceLost, Turns, contiguous_spec, held_run
+from tensorhub_plugins.core import Client, DeadlineExceeded, Publisher, SourceLost, Turns, contiguous_spec, held_run
 from tensorhub_plugins.core.client.parts import AllHeld, Held
 from tensorhub_plugins.core.client.recovery import SKEW_NS, Recovery
 
@@ -108,9 +108,9 @@ class Life:
     def note(self, folder: Path) -> None:
         self.each(lambda rank: self.recovery(rank).note(folder))
 
-    def resume(self, folder: Path, timeout_s: float = TIMEOUT_S) -> bool:
+    def resume(self, folder: Path, timeout_s: float = TIMEOUT_S, **how: bool) -> bool:
         each = [self.recovery(rank) for rank in range(RANKS)]
-        (done, other) = self.each(lambda rank: each[rank].resume(folder, timeout_s))
+        (done, other) = self.each(lambda rank: each[rank].resume(folder, timeout_s, **how))
         assert done is other and each[0].is_mixed is each[1].is_mixed, "the ranks do not agree"
         self.is_mixed = each[0].is_mixed
         return bool(done)
@@ -154,6 +154,23 @@ def test_the_weights_are_those_of_the_checkpoint_and_not_the_newest(address: str
         second.note(killed)  # as a checkpoint after an update does
     with life(address) as third:  # whose weights nobody held
         assert not third.resume(killed) and third.has(None)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_the_weights_may_take_as_long_as_they_come_unless_a_time_is_given(
+    address: str, killed: Path, monkeypatch: pytest.MonkeyPatch, grows: bool
+) -> None:
+    """With 235B over 25 Gbit/s they take longer than what is asked on the way may."""
+    fetch = Client.fetch
+
+    def slow(client: Client, *given: Any, **how: Any) -> Any:
+        if how.get("wanted") and not how.get("grows"):
+            raise DeadlineExceeded("they are on their way", timeout_s=how["timeout_s"])
+        return fetch(client, *given, **how)
+
+    monkeypatch.setattr(Client, "fetch", slow)
+    with life(address) as second:
+        assert second.resume(killed, grows=grows) == grows and second.has(4 if grows else None)
 
 
 def test_the_newest_are_taken_where_that_is_asked_for_and_it_is_said_what_is_mixed(
