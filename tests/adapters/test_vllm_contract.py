@@ -290,6 +290,11 @@ class Derives(Fused):
         super().load_weights(weights)
         self.sums[0].copy_(self.qk.data.sum(0))
         torch.add(self.qk.data[0], 1, out=self.sums[0])
+        other = torch.zeros(4)
+        torch._foreach_copy_([other, self.sums[0]], [torch.ones(4), self.qk.data[0]])
+        torch._foreach_add_([other, self.sums[0]], [torch.ones(4), self.qk.data[0]])
+        torch._foreach_mul_(self.sums, 2.0)
+        assert set(other.tolist()) == {2.0}
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
@@ -307,6 +312,23 @@ def test_a_rehearsal_writes_nothing_beside_the_parameters(device: str) -> None:
     else:
         with pytest.raises((NotImplementedError, RuntimeError)):
             recorded(model, given)
+
+
+def test_what_is_loaded_many_at_a_time_is_as_one_by_one() -> None:
+    class Together(Fused):
+        def load_weights(self, weights: Any) -> None:
+            (both,) = (tensor for _, tensor in weights)
+            torch._foreach_copy_([self.qk.data[:2], self.qk.data[2:]], [both[:2], both[2:]])
+
+    class OneByOne(Fused):
+        def load_weights(self, weights: Any) -> None:
+            (both,) = (tensor for _, tensor in weights)
+            self.qk.data[:2].copy_(both[:2])
+            self.qk.data[2:].copy_(both[2:])
+
+    given = {"both": torch.ones(4, 4)}
+    plans = [recorded(model, given).plan((), ()) for model in (Together(), OneByOne())]
+    assert plans[0] == plans[1] and len(plans[0].pieces) == 2
 
 
 def test_a_head_that_loaders_skip_is_still_the_embedding() -> None:

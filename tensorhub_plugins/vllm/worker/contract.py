@@ -450,6 +450,10 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten._foreach_copy_.default:  # each is a piece of its own
+            for pair in zip(args[0], args[1], strict=True):
+                self.__torch_dispatch__(torch.ops.aten.copy_.default, types, pair)
+            return None
         result = func(*args, **kwargs)
         if is_view(func) and isinstance(result, torch.Tensor) and _storage(result) == _storage(args[0]):
             return result  # nearly everything that loaders do: it reads and writes nothing

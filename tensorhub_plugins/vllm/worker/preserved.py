@@ -58,6 +58,15 @@ class Untouched(TorchDispatchMode):
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 target = args[place] if place < len(args) else kwargs.get(argument.name)
-                if isinstance(target, torch.Tensor) and target.untyped_storage().data_ptr() in self._live:
+                if isinstance(target, torch.Tensor) and self._is_live(target):
                     return target
+                if isinstance(target, (list, tuple)) and any(map(self._is_live, target)):  # torch._foreach_*
+                    others = [k for k, each in enumerate(target) if not self._is_live(each)]
+                    if others:
+                        args = [[each[k] for k in others] if isinstance(each, (list, tuple)) else each for each in args]
+                        func(*args, **kwargs)
+                    return None
         return func(*args, **kwargs)
+
+    def _is_live(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._live
