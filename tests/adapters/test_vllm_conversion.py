@@ -256,15 +256,41 @@ def test_a_packed_layer_that_keeps_something_is_noticed_wherever_it_is(lag: int)
         conversion._prove(model.given(1), model.given(1).plan)
 
 
+def kinds_of(model: Stack) -> list[list[str]]:
+    layers = [f"layers.{number}" for number in range(6)]
+    return kinds.Kinds(model, layers).of_layers(layers)
+
+
 def test_layers_are_of_one_kind_by_code_and_geometry() -> None:
     model = Stack()
-    assert [len(names) for names in kinds.of_layers(model, [f"layers.{n}" for n in range(6)])] == [6]
+    assert [len(names) for names in kinds_of(model)] == [6]
     model.layers[1].weight = torch.nn.Parameter(torch.zeros(4, 4).t())
     model.layers[2].weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
     model.layers[3].quant_method = object()
     model.layers[4].quant_method.kernel = Packing()
-    found = kinds.of_layers(model, [f"layers.{n}" for n in range(6)])
+    found = kinds_of(model)
     assert sorted(map(len, found)) == [1, 1, 1, 1, 2] and ["layers.0", "layers.5"] in found
+
+
+def test_a_number_that_some_layers_share_makes_a_kind_and_one_that_counts_them_does_not() -> None:
+    model = Stack()
+    for number, layer in enumerate(model.layers):
+        layer.number, layer.prefix, layer.quant_method.scale = number, f"layers.{number}", 0.5 * number
+    assert kinds_of(model) == [[f"layers.{number}" for number in range(6)]]
+    for layer in model.layers:
+        layer.quant_method.rows = 2 if layer is model.layers[3] else 4
+    assert sorted(map(len, kinds_of(model))) == [1, 5] and ["layers.3"] in kinds_of(model)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_layer_that_lags_for_a_number_is_noticed(number: int) -> None:
+    model = Stack()
+    for k, layer in enumerate(model.layers):
+        layer.lags = 1 if k == number else 0
+    with pytest.raises(UsageError, match=f"1 tensors of this model do not follow an update: layers.{number}.weight"):
+        Conversion(model, SimpleNamespace()).install(Given.of(model.given(1).tensors))
+    with pytest.raises(NotEnough, match=f"it is not enough for layers.{number}.weight"):
+        Conversion(model, SimpleNamespace())._prove(model.given(1), model.given(1).plan)
 
 
 def test_without_a_plan_it_is_reloaded_and_put_to_the_test() -> None:

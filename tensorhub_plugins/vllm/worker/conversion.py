@@ -88,6 +88,7 @@ class Conversion:
         self._lacks = False  # the plan lacked something
         self._process: frozenset[str] = frozenset()  # with a plan: the layers that are reloaded, the others are copied
         self._places: Places | None = None  # the copies of the plan
+        self._kinds: kinds.Kinds  # in a trial: of the layers that it may reload
         self.hidden: tuple[str, ...] = ()
 
     def install(self, checkpoint: Mapping[str, torch.Tensor] | Given) -> Literal["copy", "reload"]:
@@ -161,6 +162,7 @@ class Conversion:
         process = every
         if plan is not None:
             process = plan.process.union(cpu.packed_experts(self._model), map(layer_of, derived))
+            self._kinds = kinds.Kinds(self._model, process.union(layer_of(piece.target) for piece in plan.pieces))
             process |= self._packed(given, plan, process)
         while True:
             first, noisy, last, wrong = self._trial(given, plan, process)
@@ -234,7 +236,7 @@ class Conversion:
         every = sum(1 for _ in self._model.modules())
         if plan is None or len(process) == every or self._steps.together:  # ranks that load together load the same
             return given.shapes, frozenset()
-        untested = kinds.between(self._model, process)
+        untested = self._kinds.between(process)
         return plan.sources_beside(untested), untested
 
     def _packed(self, given: Given, plan: Plan, process: frozenset[str]) -> frozenset[str]:
@@ -242,7 +244,7 @@ class Conversion:
         found that, it would begin again. Empty if noise could not be loaded."""
         modules = dict(self._model.named_modules())
         copied = {layer_of(piece.target) for piece in plan.pieces} - process
-        known = kinds.of_layers(self._model, [name for name in copied if kinds.may_pack(modules[name])])
+        known = self._kinds.of_layers([name for name in copied if kinds.may_pack(modules[name])])
         asked = {names[0]: names for names in known if len(names) > 2}
         if not asked or self._steps.together:
             return frozenset()
