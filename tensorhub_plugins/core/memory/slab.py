@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -99,8 +99,10 @@ class Slab(OfThisProcess):
         self._pinned = pinned
         self._loans = Loans()
         self.borrowed = borrowed  # the loan that a borrowed slab lies in
-        # The storages of adopted views, kept whatever becomes of the tensors.
-        self._storages = list(map(torch.Tensor.untyped_storage, tensors.values())) if kind == "adopted" else []
+        # The storages of adopted views, by run, kept whatever becomes of the tensors; and where their memory is.
+        with_bytes = [tensors[spec.name] for spec in specs if spec.size_bytes] if kind == "adopted" else []
+        self._storages = list(map(torch.Tensor.untyped_storage, with_bytes))
+        self._addresses = list(map(torch.UntypedStorage.data_ptr, self._storages))
         self.ties: Mapping[str, str] = {}
         self._known: bytes | None = None  # its digests, known without reading a byte
         self._closed = self._is_to_close = False
@@ -392,19 +394,19 @@ class Slab(OfThisProcess):
         """Return which of these segments (None: all) of adopted tensors are not there any more: to read their memory,
         which was freed or is the rest of a mapped file that was cut off, would end the process."""
         wanted = range(manifest.segment_count) if segments is None else segments
-        storages = dict(zip(self._tensors, self._storages, strict=True)) if self._storages else {}
-        return [
-            k
-            for k in until(deadline, wanted if storages else (), 1)
-            if any(self._is_freed(s.name, storages[s.name]) for s in until(deadline, manifest.specs_in([k])))
-            or not self.is_there(*manifest.segment_range(k))
-        ]
+        adopted = until(deadline, wanted, 1) if self.kind == "adopted" else ()
+        return [k for k in adopted if not self.is_there(*manifest.segment_range(k))]
 
     def is_there(self, start: int, stop: int) -> bool:
-        """Return whether this range can be read, as far as the system says. Memory of our own always can."""
-        if self.kind != "adopted" or self.device is not None or not self.runs.is_of_files:
+        """Return whether this range can be read, as far as the system says: its memory was not taken away by a resize,
+        as FSDP does, and its file not cut off. Memory of our own always can."""
+        self._check_range(start, stop)
+        if self.kind != "adopted" or start == stop:
             return True
-        return can_be_read(self.addresses(start, stop))
+        first, last, _, _ = self.runs.cut(start, stop)
+        if list(map(torch.UntypedStorage.data_ptr, self._storages[first:last])) != self._addresses[first:last]:
+            return False
+        return self.device is not None or not self.runs.is_of_files or can_be_read(self.addresses(start, stop))
 
     def addresses(self, start: int = 0, stop: int | None = None) -> Extents | None:
         """Return where a stream range lies in this process's memory; None on a device, or where it is scattered."""
@@ -521,13 +523,6 @@ class Slab(OfThisProcess):
     def _check_writable(self) -> None:
         if self.borrowed is not None:
             raise UsageError("the slab is another worker's, which lends it to be read: copy what is to be changed")
-
-    def _is_freed(self, name: str, storage: torch.UntypedStorage) -> bool:
-        """Return whether the memory of an adopted tensor has been taken away by a resize, as FSDP does."""
-        position = self.specs.positions[name]
-        start, size_bytes = self.specs.offsets[position], self.specs[position].size_bytes
-        address = self.runs.all[bisect_right(self.runs.starts, start) - 1].address
-        return not storage.data_ptr() <= address <= storage.data_ptr() + storage.nbytes() - size_bytes
 
     def _check_range(self, start: int, stop: int) -> None:
         self._check_open()

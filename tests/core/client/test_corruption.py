@@ -207,13 +207,18 @@ def test_memory_that_was_taken_away_is_not_read(stage):
 TRAINER = """
 import os, sys, torch
 from tensorhub_plugins.core import Client, Location
-_, address, run, way, layout, *paths = sys.argv
+_, address, run, way, layout, ends, *paths = sys.argv
 files = [torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8) for path in paths]
+if ends == "freed":
+    files = [file.clone() for file in files]
 where = dict(transports=(way,), location=Location("dc", "rack", "here"))
 with Client(address, run=run, model="actor", replica="trainer", **where) as trainer:
     for version, file in enumerate(files, 1):
         trainer.publish(version, {"a": file}, layout, copy=False)
-    os.truncate(paths[0], 4096)
+    if ends == "freed":
+        files[0].untyped_storage().resize_(0)
+    else:
+        os.truncate(paths[0], 4096)
     trainer.changes.wanted()
     made = trainer.changes.make_ahead(1, layout)
     print(made, flush=True)
@@ -225,13 +230,14 @@ with Client(address, run=run, model="actor", replica="trainer", **where) as trai
 @pytest.mark.slow  # a process for each
 @pytest.mark.parametrize(("way", "layout"), [("tcp", CHECKPOINT), ("shm", RUNTIME)], ids=["tcp", "a shared copy"])
 @pytest.mark.parametrize("count", [1, 2], ids=["read", "a base of deltas"])
-def test_a_file_that_was_cut_off_under_a_version_ends_no_trainer(stage, tmp_path, way, layout, count):
-    """To read the rest of its mapping is a SIGBUS; of the system a source that sends it hears it in vain, and is asked
-    again until the deadline."""
+@pytest.mark.parametrize("ends", ["cut off", "freed"])
+def test_memory_that_is_gone_under_a_version_ends_no_trainer(stage, tmp_path, way, layout, count, ends):
+    """To read the rest of a file's mapping is a SIGBUS, and what FSDP has freed a SIGSEGV; of the system a source that
+    sends it hears it in vain, and is asked again until the deadline."""
     paths = [tmp_path / str(n) for n in range(count)]
     for n, path in enumerate(paths):
         path.write_bytes(bytes([n]) * (4 << 20))
-    command = [sys.executable, "-c", TRAINER, stage.address, stage.run, way, layout, *map(str, paths)]
+    command = [sys.executable, "-c", TRAINER, stage.address, stage.run, way, layout, ends, *map(str, paths)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None and trainer.stdout.readline().strip() == "0"
         with pytest.raises(VersionGone):
