@@ -93,6 +93,9 @@ class Offer:
     def detach(self, reader: int) -> None:
         self.readers -= reader == 0
 
+    def check_memory(self, segment: int) -> None:
+        """Find it there: no file of a source is cut off here."""
+
 
 class Link:
     """One reader at one source, reading segment after segment."""
