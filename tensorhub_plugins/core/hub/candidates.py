@@ -41,7 +41,7 @@ WORDS_CACHED = 16_384  # and names of replicas, whose workers join at about the 
 
 
 class Verdict(Enum):
-    """The verdict on one candidate for one reader, see `selection.RULES`."""
+    """The verdict on one candidate for one reader, see `selection.Question.judge`."""
 
     GOOD = 0
     LAST_RESORT = 1  # it failed this reader, or looks dead

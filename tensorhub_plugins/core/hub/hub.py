@@ -30,7 +30,7 @@ Which worker converts
 Where to read on
     `handle` takes one event, which changes records, and then answers whatever has become possible (`_run_ready`). The
     path of one version: `Publishing.publish` (publishing.py), `_run_ready` and `_try` here, `Reading.try_acquire`
-    (reading.py), `RULES` (selection.py). state.py has the records, registry.py keeps their indexes in step, waiters.py
+    (reading.py), `judge` (selection.py). state.py has the records, registry.py keeps their indexes in step, waiters.py
     knows which requests to try again, report.py states the invariants between any two calls of `handle`.
 """
 

@@ -1,14 +1,14 @@
 """Which source a reader is given. PURE: questions and answers, and no question changes anything.
 
-`RULES` is the table: for each candidate, in the order of its cost (candidates.py), the first rule that applies gives
-the verdict. `UplinkBudget` counts what crosses into a data centre: a lease is counted when it is granted, and a model
+For each candidate, in the order of its cost (candidates.py), the first rule of `Question.judge` that applies gives the
+verdict. `UplinkBudget` counts what crosses into a data centre: a lease is counted when it is granted, and a model
 is recorded as waiting after the decision, see `reading.Reading`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -33,22 +33,44 @@ class Question(msgspec.Struct, frozen=True):
     readers_per_source_max: int
 
     def judge(self, session: bytes, far: int) -> Verdict:
-        """Return the verdict of the rules on this source, at this distance from the reader."""
-        source = self.workers[session]
-        for applies, verdict in RULES:
-            if applies(self, source, far):
-                return verdict
-        return Verdict.GOOD
+        """Return the verdict on this source, at this distance from the reader: that of the first rule that applies."""
+        source, reader, acquire = self.workers[session], self.reader, self.acquire
+        # The reader itself, one that it excludes for good, or one that it reads from already.
+        if source is reader or session in acquire.exclude or session in acquire.beside:
+            return Verdict.NEVER
+        # A source that still reads, and so depends on the reader, over any number of steps: rule 3.
+        if not self.is_complete(source) and reads_from(source, reader, self.workers):
+            return Verdict.NEVER
+        # None but an idle source that has the whole shard will do where the reader has fast enough ones.
+        is_for_idle = bool(acquire.beside) and not acquire.urgent
+        if is_for_idle and (source.readers or not self.is_complete(source)):
+            return Verdict.NEVER
+        # Across the WAN, while the reader has a nearby source, or no slow one.
+        if far == FAR and (is_for_idle or self._has_nearby_source()):
+            return Verdict.NEVER
+        # As many leases cross into the reader's data centre as may: rule 7.
+        if far == FAR and not self.uplink.has_room(reader.hello.location.data_center, reader.history.id):
+            return Verdict.UPLINK_FULL
+        # One more reader would make all of them slow; or this reader has its share of the source's slots.
+        if len(source.readers) >= self.readers_per_source_max:
+            return Verdict.FULL
+        if reader.sources.get(session, 0) >= LEASES_PER_SOURCE_MAX:
+            return Verdict.FULL
+        if reader.role == "reader":  # readers' keys, which can open any number of sessions, may not have all slots
+            taken = sum(lease.reader.role == "reader" for lease in source.readers.values())
+            if taken >= self.readers_per_source_max - self.readers_per_source_max // KEPT_FOR_THE_RUN:
+                return Verdict.FULL
+        # It failed this reader, or failed another one and has not been heard since.
+        return Verdict.LAST_RESORT if session in acquire.avoid or source.suspect else Verdict.GOOD
 
     def is_complete(self, source: Worker) -> bool:
         """Return whether this source has the whole shard."""
         held = source.holdings.get(self.key)
         return held is not None and held.complete
 
-    @property
-    def is_for_idle(self) -> bool:
-        """Return whether the reader has fast enough sources, so that a further one must be idle."""
-        return bool(self.acquire.beside) and not self.acquire.urgent
+    def _has_nearby_source(self) -> bool:
+        known = [self.workers[session].hello.location for session in self.acquire.beside if session in self.workers]
+        return any(distance(self.reader.hello.location, location) < FAR for location in known)
 
 
 def choose(question: Question, version: Version) -> Choice:
@@ -57,78 +79,6 @@ def choose(question: Question, version: Version) -> Choice:
     if sources is None:
         return Choice(None)
     return sources.best(question.reader.hello.location, question.judge)
-
-
-# --- the rules ---
-
-
-def is_excluded(question: Question, source: Worker, far: int) -> bool:
-    """Return whether it is the reader itself, one that it excludes for good, or one that it reads from already."""
-    acquire = question.acquire
-    return source is question.reader or source.session in acquire.exclude or source.session in acquire.beside
-
-
-def would_close_a_circle(question: Question, source: Worker, far: int) -> bool:
-    """Return whether the source still reads and so depends on the reader, over any number of steps (rule 3)."""
-    return not question.is_complete(source) and reads_from(source, question.reader, question.workers)
-
-
-def is_not_idle(question: Question, source: Worker, far: int) -> bool:
-    """Return whether only idle sources that have the whole shard will do, and this is none."""
-    return question.is_for_idle and (bool(source.readers) or not question.is_complete(source))
-
-
-def is_far_without_need(question: Question, source: Worker, far: int) -> bool:
-    """Return whether it is across the WAN while the reader has a nearby source, or no slow one."""
-    return far == FAR and (question.is_for_idle or _has_nearby_source(question))
-
-
-def uplink_is_full(question: Question, source: Worker, far: int) -> bool:
-    """Return whether as many leases cross into the reader's data centre as may (rule 7)."""
-    reader = question.reader
-    return far == FAR and not question.uplink.has_room(reader.hello.location.data_center, reader.history.id)
-
-
-def serves_as_many_as_it_may(question: Question, source: Worker, far: int) -> bool:
-    """Return whether it has so many readers that one more would make all of them slow."""
-    return len(source.readers) >= question.readers_per_source_max
-
-
-def serves_this_reader_often_enough(question: Question, source: Worker, far: int) -> bool:
-    """Return whether this reader has its share of the source's slots."""
-    return question.reader.sources.get(source.session, 0) >= LEASES_PER_SOURCE_MAX
-
-
-def serves_readers_keys_often_enough(question: Question, source: Worker, far: int) -> bool:
-    """Return whether readers' keys, which can open any number of sessions, have all slots they may have."""
-    if question.reader.role != "reader":
-        return False
-    taken = sum(lease.reader.role == "reader" for lease in source.readers.values())
-    return taken >= question.readers_per_source_max - question.readers_per_source_max // KEPT_FOR_THE_RUN
-
-
-def has_failed(question: Question, source: Worker, far: int) -> bool:
-    """Return whether it failed this reader, or failed another one and has not been heard since."""
-    return source.session in question.acquire.avoid or source.suspect
-
-
-RULES: tuple[tuple[Callable[[Question, Worker, int], bool], Verdict], ...] = (
-    (is_excluded, Verdict.NEVER),
-    (would_close_a_circle, Verdict.NEVER),
-    (is_not_idle, Verdict.NEVER),
-    (is_far_without_need, Verdict.NEVER),
-    (uplink_is_full, Verdict.UPLINK_FULL),
-    (serves_as_many_as_it_may, Verdict.FULL),
-    (serves_this_reader_often_enough, Verdict.FULL),
-    (serves_readers_keys_often_enough, Verdict.FULL),
-    (has_failed, Verdict.LAST_RESORT),
-)
-
-
-def _has_nearby_source(question: Question) -> bool:
-    here, workers = question.reader.hello.location, question.workers
-    known = [workers[session].hello.location for session in question.acquire.beside if session in workers]
-    return any(distance(here, location) < FAR for location in known)
 
 
 def reads_from(worker: Worker, reader: Worker, workers: Mapping[bytes, Worker]) -> bool:
