@@ -321,9 +321,7 @@ def _add_fleet(actions: Any) -> None:
     whom.add_argument("name", nargs="?", help="as `fleet list` shows it, e.g. rollout-3")
     whom.add_argument("--node", metavar="ADDRESS", help="all on this node; what ran there comes back elsewhere")
     drain.add_argument(
-        "--now",
-        action="store_true",
-        help="also the last that is ready, so that requests wait (--node: always)",
+        "--now", action="store_true", help="also the last that is ready, so that requests wait (--node: always)"
     )
     undrain = actions.add_parser("undrain", help="start replicas on a drained node again")
     undrain.add_argument("node", metavar="ADDRESS", help="as it was given to `drain --node`")

@@ -86,9 +86,7 @@ def look(outlook: Outlook, arguments: Sequence[str]) -> None:
     paths = [(f"--{name}", one.strip()) for name in read for one in str(attrgetter(name)(args) or "").split(",")]
     paths = [(name, one.partition("@")[0].strip() if name[2:] in DATA else one) for name, one in paths]
     paths += [("--reward.remote_url", one) for one in args.reward.remote_url or () if one.endswith(".py")]
-    outlook.ask(
-        lambda: command_line.check_paths(paths, is_submitted=words.is_submitted, unseen=outlook.unseen),
-    )
+    outlook.ask(lambda: command_line.check_paths(paths, is_submitted=words.is_submitted, unseen=outlook.unseen))
     outlook.ask(_check_agent, args.train.agent_func_path)
     outlook.ask(_check_schedulers, args)
     if any(config.wrong_numbers(args)):

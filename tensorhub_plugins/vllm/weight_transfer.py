@@ -163,11 +163,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
             store = Client(init_info.hub, replica=init_info.replica, **{**names, **init_info.client})
             client.init_weight_transfer_engine({"hub": init_info.hub, **names, **init_info.engine})
         return cls(
-            store=store,
-            linger_s=init_info.linger_s,
-            client=client,
-            source=source,
-            is_sender=init_info.is_sender,
+            store=store, linger_s=init_info.linger_s, client=client, source=source, is_sender=init_info.is_sender
         )
 
     def begin(self, step: int = 0) -> None:

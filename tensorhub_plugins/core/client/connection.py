@@ -552,11 +552,7 @@ class HubLink:
 
 
 TWO_HUBS = "each knows only its own workers, and versions are not found; end one, or give each an address"
-PHASES = {
-    messages.Acquire: "find sources",
-    messages.Target: "wait",
-    messages.AskVersions: "versions",
-}
+PHASES = {messages.Acquire: "find sources", messages.Target: "wait", messages.AskVersions: "versions"}
 
 
 # For a request without an answer: how to find out whether it was carried out.

@@ -352,9 +352,7 @@ def _common(source: Iterator[tuple[int, int, int]], target: Iterator[tuple[int, 
         if low < high:
             found.append(
                 Move(
-                    element * (mine[1] + low - mine[0]),
-                    element * (theirs[1] + low - theirs[0]),
-                    element * (high - low),
+                    element * (mine[1] + low - mine[0]), element * (theirs[1] + low - theirs[0]), element * (high - low)
                 )
             )
         if mine[0] + mine[2] <= theirs[0] + theirs[2]:

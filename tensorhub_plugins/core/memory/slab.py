@@ -202,13 +202,7 @@ class Slab(OfThisProcess):
         self.mark_written([name])
 
     def write_later(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        downloads: Downloads,
-        *,
-        stays: bool = False,
-        deadline: float = NEVER,
+        self, name: str, tensor: torch.Tensor, downloads: Downloads, *, stays: bool = False, deadline: float = NEVER
     ) -> None:
         """Do as `write`, with a cast to the dtype here, of `settled` memory. A device's tensor has arrived when
         `downloads` have."""

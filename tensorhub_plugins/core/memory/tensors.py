@@ -157,12 +157,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the storage of a dense tensor as uint8[size_bytes]: writing it writes the tensor. Any dtype."""
     size_bytes = tensor.numel() * tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(
-        tensor.untyped_storage(),
-        tensor.storage_offset() * tensor.element_size(),
-        (size_bytes,),
-        (1,),
-    )
+    return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (size_bytes,), (1,))
 
 
 @torch.inference_mode(False)

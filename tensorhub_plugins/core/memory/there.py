@@ -81,9 +81,7 @@ def digests_there(
 
 
 def _groups(
-    segments: Iterator[Segment],
-    scratch_size_bytes_max: int = SCRATCH_SIZE_BYTES,
-    count_max: int = SEGMENTS_AT_ONCE,
+    segments: Iterator[Segment], scratch_size_bytes_max: int = SCRATCH_SIZE_BYTES, count_max: int = SEGMENTS_AT_ONCE
 ) -> Iterator[list[Segment]]:
     group: list[Segment] = []
     scratch_size_bytes = 0

@@ -392,14 +392,7 @@ class Replication:
         self._effects += [events.Close(shard, session), events.EndLease(request_id, shard, lost, corrupt, refused)]
 
     def _lost(
-        self,
-        shard: int,
-        session: bytes,
-        why: str,
-        now: float,
-        *,
-        corrupt: tuple[int, ...] = (),
-        refused: bool = False,
+        self, shard: int, session: bytes, why: str, now: float, *, corrupt: tuple[int, ...] = (), refused: bool = False
     ) -> None:
         source = self._current(shard, session)
         if source is None:

@@ -192,13 +192,7 @@ class Link(Protocol):
         ...
 
     def read(
-        self,
-        segments: Sequence[int],
-        target: Slab,
-        moves: Sequence[Move],
-        *,
-        deadline: float,
-        more: More | None = None,
+        self, segments: Sequence[int], target: Slab, moves: Sequence[Move], *, deadline: float, more: More | None = None
     ) -> Iterator[int]:
         """Read these segments into `target` and yield each once its bytes are in place, in any order.
 

@@ -107,10 +107,7 @@ def _raise_for_status(reply: aiohttp.ClientResponse) -> None:
     reply.raise_for_status()
     if reply.status in REDIRECTS:
         raise aiohttp.ClientResponseError(
-            reply.request_info,
-            reply.history,
-            status=reply.status,
-            message=reply.headers.get("Location", "nowhere"),
+            reply.request_info, reply.history, status=reply.status, message=reply.headers.get("Location", "nowhere")
         )
 
 

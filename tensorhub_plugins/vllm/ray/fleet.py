@@ -99,12 +99,7 @@ class Fleet:
         return self._said(self.actor.add_external, url)
 
     def drain(
-        self,
-        name: str | None = None,
-        *,
-        node: str | None = None,
-        timeout_s: float = DRAIN_TIMEOUT_S,
-        now: bool = False,
+        self, name: str | None = None, *, node: str | None = None, timeout_s: float = DRAIN_TIMEOUT_S, now: bool = False
     ) -> str:
         """Give no more requests to this member, or to those on this node; end them when they have none left.
 

@@ -76,11 +76,7 @@ class CudaIpcTransport(SocketTransport):
     name = "cuda_ipc"
 
     def __init__(
-        self,
-        *,
-        ipc: Ipc | None = None,
-        limits: TransportLimits = DEFAULT_LIMITS,
-        gate: Gate | None = None,
+        self, *, ipc: Ipc | None = None, limits: TransportLimits = DEFAULT_LIMITS, gate: Gate | None = None
     ) -> None:
         super().__init__(limits, gate)
         self._ipc: Ipc = CudaIpc() if ipc is None else ipc
@@ -120,9 +116,7 @@ class CudaIpcTransport(SocketTransport):
             if memory.process == self._ipc.process:
                 return OpenMemory(self._ipc, device, memory)
             opened = self._open.get(
-                (memory.runs, device.name),
-                os.dup(owner_liveness_fd),
-                lambda: OpenMemory(self._ipc, device, memory),
+                (memory.runs, device.name), os.dup(owner_liveness_fd), lambda: OpenMemory(self._ipc, device, memory)
             )
         except NotShareable as error:
             reason = f"{device.name} cannot open its memory: {error}"
@@ -228,11 +222,7 @@ class _Batch:
         copy_pairs(device, self.stream, _cut(self.source.flats(start, stop), stage))
         if self.channel.is_cut():
             raise Disconnected("cut the connection while its memory was copied")
-        copy_pairs(
-            device,
-            self.stream,
-            [(stage[at : at + flat.numel()], flat) for at, flat in plan.flats(start, stop)],
-        )
+        copy_pairs(device, self.stream, [(stage[at : at + flat.numel()], flat) for at, flat in plan.flats(start, stop)])
         for segment, digest in zip(segments, self._digests(stage), strict=True):
             plan.digested(segment, digest)
 

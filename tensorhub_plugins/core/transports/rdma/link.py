@@ -209,13 +209,7 @@ class RdmaLink(SocketLink):
     # reading
 
     def read(
-        self,
-        segments: Sequence[int],
-        target: Slab,
-        moves: Sequence[Move],
-        *,
-        deadline: float,
-        more: More | None = None,
+        self, segments: Sequence[int], target: Slab, moves: Sequence[Move], *, deadline: float, more: More | None = None
     ) -> Iterator[int]:
         reading = super().read(segments, target, moves, deadline=deadline, more=more)
         if target.device is not self._device:

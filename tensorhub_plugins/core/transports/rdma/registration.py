@@ -29,11 +29,7 @@ class Registration:
     """The registration of a slab's memory, piece by piece: all of it for a source, on demand for a target."""
 
     def __init__(
-        self,
-        nics: Sequence[Nic],
-        extents: Sequence[Extent],
-        keepalive: object,
-        owner: Device | None = None,
+        self, nics: Sequence[Nic], extents: Sequence[Extent], keepalive: object, owner: Device | None = None
     ) -> None:
         """Plan the pieces. owner: the device whose memory it is. Raise VerbsError."""
         self.extents = extents

@@ -100,12 +100,7 @@ class ShmTransport(SocketTransport):
             self._pool = resources.pool_of(self._copy_threads, "tensorhub-shm-copy")
         channel = unix_socket.connect(endpoint, SCHEME, stall_s=self._limits.stall_s, deadline=deadline)
         link = ShmLink(
-            channel,
-            self._pool,
-            self._mappings,
-            self._device,
-            by_address=self._by_address,
-            forbidden=self._is_forbidden,
+            channel, self._pool, self._mappings, self._device, by_address=self._by_address, forbidden=self._is_forbidden
         )
         self._add(link)
         return link

@@ -136,13 +136,7 @@ class SocketLink:
         return m.StreamOpen(key, as_of, not is_first, by_address, lease, borrows, self.wants_deltas)
 
     def read(
-        self,
-        segments: Sequence[int],
-        target: Slab,
-        moves: Sequence[Move],
-        *,
-        deadline: float,
-        more: More | None = None,
+        self, segments: Sequence[int], target: Slab, moves: Sequence[Move], *, deadline: float, more: More | None = None
     ) -> Iterator[int]:
         if self._closed:
             raise SourceLost("the link is closed", version=self._version, peer=self.peer, phase="read")
