@@ -25,25 +25,11 @@ from tensorhub_plugins.core.types import CHECKPOINT, Role, ShardKey
 Right: TypeAlias = Literal["all", "own", "never"]
 
 OF_READERS: Mapping[type[m.ClientMessage], Right] = {
-    m.Hello: "own",
-    m.Heartbeat: "own",
-    m.Bye: "own",
-    m.Release: "own",
-    m.Acquire: "own",
-    m.Abandon: "own",
-    m.Wait: "own",
-    m.Target: "own",
-    m.Publish: "own",
-    m.Unpublish: "own",
-    m.AskVersions: "all",
-    m.AskStatus: "all",
-    m.Pin: "never",
-    m.Withdraw: "never",
-    m.Retain: "never",
-    m.Begin: "never",
+    **dict.fromkeys((m.Hello, m.Heartbeat, m.Bye, m.Publish, m.Unpublish), "own"),
+    **dict.fromkeys((m.Acquire, m.Release, m.Abandon, m.Wait, m.Target), "own"),
+    **dict.fromkeys((m.AskVersions, m.AskStatus), "all"),
+    **dict.fromkeys((m.Pin, m.Withdraw, m.Retain, m.Begin), "never"),
 }
-
-
 # How far messages of each kind count when a role sends them.
 RIGHTS: Mapping[Role, Mapping[type[m.ClientMessage], Right]] = {
     "publisher": dict.fromkeys(OF_READERS, "all"),

@@ -113,12 +113,13 @@ def _followers(model: Report, hub: str, late_s: float) -> Found:
         steps, seconds = max(each["lag_steps"] for each in behind), max(each["behind_s"] for each in behind)
         causes = [f"; it says: {worker['fails']}" for worker in late if worker.get("fails")][:1]
         to_do = "see the log of that engine, or `tensorhub fleet list`"
-        for lease in _reads_of(late, model)[:1]:
-            causes.append(
-                f"; {lease['reader']} reads from {', '.join(set(lease['sources'].values()))}{rate_text(lease)}"
-            )
+        replicas = {_replica(worker["worker"]) for worker in late}
+        for lease in [each for each in model["leases"] if _replica(each["reader"]) in replicas][:1]:
+            sources = ", ".join(set(lease["sources"].values()))
+            causes.append(f"; {lease['reader']} reads from {sources}{rate_text(lease)}")
             to_do = f"if that is slow for this link, `tensorhub bench` measures it; else {to_do}"
-        for worker in [each for each in _engines_of(late, model) if each.get("waits")][:1]:
+        waiting = (worker for worker in model["workers"] if worker.get("waits"))
+        for worker in [each for each in waiting if _replica(each["worker"]) in replicas][:1]:
             causes.append(f"; {worker['worker']} {waits_text(worker)}")
             if other := worker["waits"]["converter"]:
                 to_do = f"see the log of {other['worker']}"
@@ -140,18 +141,6 @@ def waits_text(worker: Report) -> str:
     if other["converts"] and other["worked_s"] is not None:
         does = f"{does} (last piece of work {ago(other['worked_s'])} ago)"
     return f"has waited {ago(waits['waits_s'])} for version {version} from {_name(other)}, which {does}"
-
-
-def _reads_of(followers: Sequence[Report], model: Report) -> list[Report]:
-    """Return the reads of these followers."""
-    replicas = {_replica(worker["worker"]) for worker in followers}
-    return [lease for lease in model["leases"] if _replica(lease["reader"]) in replicas]
-
-
-def _engines_of(followers: Sequence[Report], model: Report) -> list[Report]:
-    """Return the workers that read for these followers."""
-    replicas = {_replica(worker["worker"]) for worker in followers}
-    return [worker for worker in model["workers"] if _replica(worker["worker"]) in replicas]
 
 
 def _replica(worker: str) -> str:
