@@ -78,12 +78,8 @@ class EngineFactory:
     ) -> None:
         """Stand for OpenRLHF's class of engines. chosen: backend, partial, sync, lora and engines, known by the time
         that an engine is made."""
-        self._remote_engine, self._options, self._chosen, self._start_fleet = (
-            remote_engine,
-            options,
-            chosen,
-            start_fleet,
-        )
+        self._remote_engine, self._options = remote_engine, options
+        self._chosen, self._start_fleet = chosen, start_fleet
         self._places: dict[str, Place] = {}
 
     def options(self, *, scheduling_strategy: Any, **given: Any) -> Any:
@@ -116,9 +112,8 @@ def install(options: config.Options) -> None:
     from tensorhub_plugins.openrlhf import engine, hub, trainer
     from tensorhub_plugins.vllm.ray import fleet, policy
 
-    chosen = SimpleNamespace(
-        backend="", partial=False, sync=False, lora=0, engines=0
-    )  # known when OpenRLHF has read its command line
+    # Known when OpenRLHF has read its command line.
+    chosen = SimpleNamespace(backend="", partial=False, sync=False, lora=0, engines=0)
     get_strategy = openrlhf.utils.get_strategy
 
     def get_strategy_and_check(args: Any) -> Any:

@@ -44,9 +44,8 @@ class Runs:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.all = runs
         self.starts = [run.start for run in runs]
-        self.views = [
-            run.view or NOTHING for run in runs if run.view is not None or run.rows is not None
-        ]  # none for a device
+        # None for a device.
+        self.views = [run.view or NOTHING for run in runs if run.view is not None or run.rows is not None]
         self.size_bytes = sum(run.size_bytes for run in runs)
         self.may_be_written = False  # known, see `Slab.check_writable`
         self.scattered = [index for index, run in enumerate(runs) if run.rows is not None]

@@ -196,9 +196,8 @@ class Slab(OfThisProcess):
             if tensor.is_conj() or tensor.is_neg() or stride_of(tensor) != spec.stride:
                 staging.copy_all([staging.as_bytes(target, tensor)])
             elif spec.size_bytes:
-                _copy_flat(
-                    flat_bytes(tensor), flat_bytes(target), deadline
-                )  # also packed dtypes, for which torch has no copy
+                # Packed dtypes, too, for which torch has no copy.
+                _copy_flat(flat_bytes(tensor), flat_bytes(target), deadline)
         self.mark_written([name])
 
     def write_later(

@@ -37,9 +37,8 @@ class Seen:
 
     name: str  # of its replica, as in the store and in the event log: "rollout-3"
     handle: Any  # its actor; sealed on its way (handles.py)
-    node: str = (
-        ""  # Ray's id of its node, in hex (`get_runtime_context().get_node_id()` there); "": not known, or external
-    )
+    # Ray's id of its node, in hex (`get_runtime_context().get_node_id()` there); "": not known, or external.
+    node: str = ""
     ready: bool = False  # it gets new requests, or would if it were not draining
     version: int = 0
     in_flight: int = 0  # requests that it has been given and has not answered

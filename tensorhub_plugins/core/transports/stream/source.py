@@ -27,10 +27,8 @@ from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnect
 
 BACKLOG = 128
 CLOSE_S_MAX = 5.0  # threads that were cut off only have to leave one system call
-WARNINGS_MAX, WARNINGS_S = (
-    100,
-    10.0,
-)  # about peers, in so long: a stranger that reconnects again and again fills no disk
+# Of warnings about peers, in so long: a stranger that reconnects again and again fills no disk.
+WARNINGS_MAX, WARNINGS_S = 100, 10.0
 
 _log = logging.getLogger(__name__)
 
