@@ -49,9 +49,7 @@ class Device:
     which are consecutive in a stream of bytes."""
 
     def __init__(self, name: str, driver: Driver, *, piece_size_bytes: int = PIECE_SIZE_BYTES) -> None:
-        self.name = name
-        self.piece_size_bytes = piece_size_bytes
-        self._driver = driver
+        self.name, self.piece_size_bytes, self._driver = name, piece_size_bytes, driver
         self._lock = threading.Lock()
         self._streams: dict[str, Stream] = {}  # by direction
         self._registered: dict[int, int] = {}  # host memory: first address -> the one after the last

@@ -36,12 +36,8 @@ class TensorHubError(Exception):
         phase: str | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self.message = message
-        self.version = version
-        self.shard = shard
-        self.peer = peer
-        self.phase = phase
-        self.timeout_s = timeout_s
+        self.message, self.version, self.shard = message, version, shard
+        self.peer, self.phase, self.timeout_s = peer, phase, timeout_s
         context = [
             f"{name}={value}"
             for name, value in (

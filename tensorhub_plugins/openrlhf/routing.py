@@ -44,8 +44,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
 
     def __init__(self, *, options: Options, is_partial: bool, is_sync: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.options = options
-        self.is_sync = is_sync
+        self.options, self.is_sync = options, is_sync
         self.engines = Engines(list(self.vllm_engines), options.engine_timeout_s)
         self.is_partial = is_partial
         self.newest = 0  # the version to be run, as far as it is known here

@@ -59,8 +59,7 @@ class NullWorker:
     """An asyncio actor, one for all replicas of a run. verl calls the first two."""
 
     def __init__(self, validation: Validation, timeout_s: float) -> None:
-        self._validation = validation
-        self._timeout_s = timeout_s
+        self._validation, self._timeout_s = validation, timeout_s
         self._is_first = True
         self._attempt = 0  # of the trainer
         self._waited_s = 0.0  # for the replicas, at the last update

@@ -344,9 +344,7 @@ class Handle:
     def __init__(self, server_id: str, actor: Any, epoch: int, router: Any, request_id: str, priority: int = 0) -> None:
         """Make a handle. priority: verl's client drops it where `rollout.name` is not vllm."""
         self._at = (server_id, actor, epoch)
-        self._router = router
-        self._request_id = request_id
-        self._priority = priority
+        self._router, self._request_id, self._priority = router, request_id, priority
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Handle, (*self._at, self._router, self._request_id, self._priority)

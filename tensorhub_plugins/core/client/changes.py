@@ -238,9 +238,7 @@ class Bases:
     def __init__(
         self, changes: Changes, manifest: Manifest, slab: Slab, was: dict[int, bytes], others: Sequence[Offer]
     ) -> None:
-        self._changes = changes
-        self._manifest = manifest
-        self._slab = slab
+        self._changes, self._manifest, self._slab = changes, manifest, slab
         self._was = was  # in the memory that is read into itself
         self._others = list(others)
         self._wrong = 0

@@ -105,9 +105,7 @@ class Destinations:
             into.check_cover = serving.check_cover
         self.serve, self.for_others, self.borrows = serve, for_others, borrows
         self.worker, self.deadline = serving.worker, deadline
-        self._serving = serving
-        self._into = into
-        self._in_place = in_place
+        self._serving, self._into, self._in_place = serving, into, in_place
         self._wanted = wanted
         self._read = 0  # the number of this read on the shelf
         self._claims: dict[Slab, Claim] = {}

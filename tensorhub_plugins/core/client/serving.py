@@ -58,9 +58,7 @@ class Serving:
     hub: HubLink
 
     def __init__(self, worker: str, pool: SlabPool, budget: Budget, delta: Delta = "auto") -> None:
-        self.worker = worker
-        self.pool = pool
-        self._budget = budget
+        self.worker, self.pool, self._budget = worker, pool, budget
         self.contents = KnownContents()
         self.changes = Changes(self._whole_offers, delta)
         self.changes.deltas.limit(budget.size_bytes)

@@ -26,9 +26,7 @@ class Beginning:
     """The handler of requests to begin an attempt."""
 
     def __init__(self, registry: Registry, outbox: Outbox, following: Following) -> None:
-        self._registry = registry
-        self._outbox = outbox
-        self._following = following
+        self._registry, self._outbox, self._following = registry, outbox, following
 
     def try_begin(self, pending: Pending, begin: m.Begin, now: float) -> m.Reply | None:
         """Return the attempt, once all shards ask for it and no other trainer is left; None: not yet."""

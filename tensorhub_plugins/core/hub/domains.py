@@ -74,8 +74,7 @@ class FailureDomains:
     """The part of the hub that keeps retained versions in as many failure domains as are wanted."""
 
     def __init__(self, registry: Registry, outbox: Outbox) -> None:
-        self._registry = registry
-        self._outbox = outbox
+        self._registry, self._outbox = registry, outbox
 
     def look(self, history: History, now: float) -> None:
         """Find what lacks a copy and ask for it. Called at every heartbeat; effective once a second, or once a beat."""

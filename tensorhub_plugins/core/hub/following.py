@@ -32,8 +32,7 @@ class Following:
     """The handler of requests that wait for versions, and of operators' decisions."""
 
     def __init__(self, registry: Registry, outbox: Outbox) -> None:
-        self._registry = registry
-        self._outbox = outbox
+        self._registry, self._outbox = registry, outbox
 
     # --- followers ---
 

@@ -40,8 +40,7 @@ class Namesakes:
 
     def __init__(self, registry: Registry, outbox: Outbox, lease_key: bytes) -> None:
         self._lease_key, self._is_on = lease_key, lease_key != b""
-        self._registry = registry
-        self._outbox = outbox
+        self._registry, self._outbox = registry, outbox
         self._warned: set[bytes] = set()  # sessions
         self._waiting: dict[bytes, float] = {}  # session -> when its first Hello came
 

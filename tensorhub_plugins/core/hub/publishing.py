@@ -26,8 +26,7 @@ class Publishing:
     """The handler of what is published, retained and unpublished."""
 
     def __init__(self, registry: Registry, outbox: Outbox) -> None:
-        self._registry = registry
-        self._outbox = outbox
+        self._registry, self._outbox = registry, outbox
 
     # --- a shard is published ---
 

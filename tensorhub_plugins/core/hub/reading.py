@@ -31,8 +31,7 @@ class Reading:
     """The handler of reads: which sources a reader gets, and which reader converts a layout that no worker has."""
 
     def __init__(self, registry: Registry, lease_key: bytes = b"") -> None:
-        self._registry = registry
-        self._lease_key = lease_key
+        self._registry, self._lease_key = registry, lease_key
 
     def try_acquire(self, pending: Pending, acquire: m.Acquire, now: float) -> m.Reply | None:
         """Return sources for this reader; None: not yet. Refused at the deadline, or when the version is gone."""

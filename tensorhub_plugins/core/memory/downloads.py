@@ -52,8 +52,7 @@ class Downloads:
     lacks_room: the device had less; none is used after that."""
 
     def __init__(self, room_size_bytes: int | None = ROOM_SIZE_BYTES, *, digested: TensorTable | None = None) -> None:
-        self._room_size_bytes = room_size_bytes
-        self._digested = digested
+        self._room_size_bytes, self._digested = room_size_bytes, digested
         self._whole: StreamCopy | None = None
         self._coming: deque[_Coming] = deque()
         self._devices: set[Device] = set()

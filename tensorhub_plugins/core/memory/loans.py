@@ -96,8 +96,7 @@ class Borrowed:
     ) -> None:
         self.memory = memory
         self.fd, self.owner_liveness_fd = fd, owner_liveness_fd
-        self.pinned = pinned
-        self._loan = loan
+        self.pinned, self._loan = pinned, loan
 
     def lend(self) -> Loan:
         """Return another end of the loan's pipe. See `Loan.lend`."""

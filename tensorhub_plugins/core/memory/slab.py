@@ -83,8 +83,7 @@ class Slab(OfThisProcess):
         borrowed: Borrowed | None = None,
     ) -> None:
         """Initialize a slab. Private: use `adopt`, `allocate` or `borrow`, or `assembly.view_of`."""
-        self.kind = kind
-        self.specs = specs
+        self.kind, self.specs = kind, specs
         self.size_bytes = runs.size_bytes
         # Slabs of the same tensors at the same addresses share this object: what is known of their memory (that a
         # network card has it registered, say) can be keyed by it, weakly.

@@ -33,9 +33,7 @@ class StreamCopy:
     """
 
     def __init__(self, device: Device, table: TensorTable, *, summed_from: int = SUMMED_FROM_BYTES) -> None:
-        self.device = device
-        self._table = table
-        self._summed_from = summed_from
+        self.device, self._table, self._summed_from = device, table, summed_from
         self._written: set[str] = set()
         self._summed: list[tuple[int, int]] = []  # blocks [first, last)
         blocks = -(-table.size_bytes // BLOCK_SIZE_BYTES)

@@ -162,9 +162,7 @@ class Handshakes:
     def __init__(
         self, client: zmq.Socket[bytes], address: str, keys: Keys | None, wake: Callable[[], None] = lambda: None
     ) -> None:
-        self._client = client
-        self._address = address
-        self._keys = keys
+        self._client, self._address, self._keys = client, address, keys
         self._wake = wake
         self._closed_times, self._closed_first = 0, 0.0  # handshakes that the hub has ended without a reason
         self._redial_at: float | None = None

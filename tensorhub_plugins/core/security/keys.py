@@ -38,11 +38,8 @@ class Keys:
 
     def __init__(self, role: Role, own: bytes, hub_public: bytes, lease_key: bytes, secret: bytes = b"") -> None:
         """Take the X25519 key of this role (own), the public half of the hub's, and for publishers the secret."""
-        self.role = role
-        self.lease_key = lease_key
-        self._own = own
-        self._hub_public = hub_public
-        self._secret = secret
+        self.role, self.lease_key, self._own = role, lease_key, own
+        self._hub_public, self._secret = hub_public, secret
 
     def __repr__(self) -> str:
         return f"Keys(role={self.role!r})"

@@ -84,8 +84,7 @@ class SourceReader:
         self.grant = grant
         self.transport, self.request_id = "", 0
         self.came = NOTHING  # verified
-        self._transports = transports
-        self._machine = machine
+        self._transports, self._machine = transports, machine
         self._limits = machine.limits
         self._verify = machine.verify
         self._away = distance(machine.location, grant.location)

@@ -28,8 +28,7 @@ class Kept(Generic[Key, Value]):
     only dropped: its users keep it alive."""
 
     def __init__(self, name: str, count_max: int) -> None:
-        self._name = name
-        self._count_max = count_max
+        self._name, self._count_max = name, count_max
         self._guard = threading.Lock()
         self._entries: OrderedDict[Key, tuple[int, Value]] = OrderedDict()  # least recently used first; with its pipe
         self._watcher: threading.Thread | None = None

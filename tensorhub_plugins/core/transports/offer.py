@@ -57,11 +57,8 @@ class Offer:
     ) -> None:
         """Make an offer. created_after: a `request_id` of the session with the hub from before the hub learned of this
         offer. lends: readers of this host may use its memory in place, even after the offer is withdrawn."""
-        self.key = key
-        self.created_after = created_after
-        self.manifest = manifest
-        self.slab = slab
-        self.lends = lends
+        self.key, self.created_after, self.manifest = key, created_after, manifest
+        self.slab, self.lends = slab, lends
         self.deltas: Sender | None = None  # None: segments are sent whole
         self.doubt: Callable[[int], None] = lambda segment: None  # have this segment looked at, without waiting for it
         self.epoch = epoch  # sent to readers, which compare it after reading

@@ -37,9 +37,7 @@ class ReadPlan:
     def __init__(self, manifest: Manifest, target: Slab, moves: Sequence[Move], *, digests: bool = True) -> None:
         """Plan the read. moves: what of the source is wanted, and where, in the source's order. Raise UsageError when
         bytes would land outside the target. digests: compute them; else none is known."""
-        self.computes = digests
-        self._manifest = manifest
-        self.target = target
+        self.computes, self._manifest, self.target = digests, manifest, target
         self._digests: dict[int, bytes] = {}
         self._starts: list[int] = []  # in the source's stream
         self._offsets: list[int] = []  # in the target's stream, or UNWANTED

@@ -65,8 +65,7 @@ class TcpTransport(SocketTransport):
         if not 1 <= streams <= STREAMS_MAX:
             raise UsageError(f"streams must be between 1 and {STREAMS_MAX}, not {streams}")
         self._hosts = hosts_of(LOOPBACK if advertise_host is None else advertise_host)
-        self._ports = ports
-        self._streams = streams
+        self._ports, self._streams = ports, streams
         if offload_size_bytes is None:
             offload_size_bytes = OFFLOAD_SIZE_BYTES if cores() >= OFFLOAD_CORES else SHARD_SIZE_BYTES_MAX
         self._offload_size_bytes = offload_size_bytes
@@ -114,11 +113,8 @@ class _TcpStream:
     batch = 1
 
     def __init__(self, link: TcpLink, channel: Channel, manifest: Manifest, plan: ReadPlan, deadline: float) -> None:
-        self._link = link
-        self._channel = channel
-        self._manifest = manifest
-        self._plan = plan
-        self._deadline = deadline
+        self._link, self._channel, self._manifest = link, channel, manifest
+        self._plan, self._deadline = plan, deadline
         self._landed: list[int] = []
         self._patches = Patches(link.bases, channel, manifest, plan, link.progress, deadline)
         self._finishing = OrderedWork()

@@ -107,8 +107,7 @@ class RdmaLink(SocketLink):
         self, transport: RdmaTransport, connection: RailConnection, stall_s: float, keep: Callable[[Connection], None]
     ) -> None:
         super().__init__(connection, keep)
-        self._transport = transport
-        self._stall_s = stall_s
+        self._transport, self._stall_s = transport, stall_s
         self._remote: RemoteMemory | None = None
         self._ring: Region | None = None  # the source's, where its memory is not registered
         self._target: Registration | None = None
@@ -259,9 +258,7 @@ class _RdmaStream:
         self._channel = link._connection.channel
         self._remote = link._remote
         self._ring = link._ring
-        self._manifest = manifest
-        self._plan = plan
-        self._deadline = deadline
+        self._manifest, self._plan, self._deadline = manifest, plan, deadline
         self._awaited = 0  # segments not announced yet
         self._slots: dict[int, int] = {}  # slots of the source's ring, by segment, from its announcement to its end
         self._arriving: dict[int, _Arriving] = {}

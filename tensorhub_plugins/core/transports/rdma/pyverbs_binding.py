@@ -65,8 +65,7 @@ class Card:
     """The `bindings.Card` of pyverbs."""
 
     def __init__(self, pyverbs: Any, device: str, port: int) -> None:
-        self.pyverbs = pyverbs
-        self.port = port
+        self.pyverbs, self.port = pyverbs, port
         with _descriptors:
             self.context = pyverbs.Context(name=device)
         try:

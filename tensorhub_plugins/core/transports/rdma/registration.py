@@ -32,9 +32,7 @@ class Registration:
         self, nics: Sequence[Nic], extents: Sequence[Extent], keepalive: object, owner: Device | None = None
     ) -> None:
         """Plan the pieces. owner: the device whose memory it is. Raise VerbsError."""
-        self.extents = extents
-        self._nics = nics
-        self._owner = owner
+        self.extents, self._nics, self._owner = extents, nics, owner
         self._keepalive = keepalive  # the storages, whose memory verbs know only by address
         try:
             self._chunks = chunks(extents, allocation=None if owner is None else owner.allocation)

@@ -34,9 +34,7 @@ class RdmaSource(SourceBackend):
     keeps_connections = True
 
     def __init__(self, nics: Sequence[Nic], memory: Registry, limits: TransportLimits) -> None:
-        self._limits = limits
-        self._nics = nics
-        self._memory = memory
+        self._limits, self._nics, self._memory = limits, nics, memory
         self._guard = threading.Lock()
         self._pairs: dict[Channel, list[QueuePair]] = {}
         self._idle: dict[Channel, None] = {}  # oldest first

@@ -122,8 +122,7 @@ class Memory:
     """A registered range. address: the address of its first byte in reads. how: in words, for the log."""
 
     def __init__(self, region: Registered, how: str) -> None:
-        self._region = region
-        self.how = how
+        self._region, self.how = region, how
         self.address, self.lkey, self.rkey = region.address, region.lkey, region.rkey
 
     def close(self) -> None:

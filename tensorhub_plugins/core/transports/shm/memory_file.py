@@ -38,8 +38,7 @@ class MemoryFile:
 
     def __init__(self, manifest: Manifest, fd: int, mapped: memoryview | None = None) -> None:
         """Take `fd` over. mapped: all of the file. Raise ProtocolError when it does not match the manifest."""
-        self._fd = fd
-        self._mapped = mapped
+        self._fd, self._mapped = fd, mapped
         self._spans = manifest.tensors.spans
         self._starts = [span.start for span in self._spans]
         size_bytes, extent = os.fstat(fd).st_size, manifest.tensors.block_size_bytes

@@ -133,9 +133,7 @@ class ShmLink(SocketLink):
         forbidden: Callable[[OSError], None],
     ) -> None:
         super().__init__(Connection([channel]))
-        self._pool = pool
-        self._mappings = mappings
-        self._device = device
+        self._pool, self._mappings, self._device = pool, mappings, device
         self._pid = unix_socket.peer_of(channel.sock)[0]
         self._by_address = by_address and self._pid > 0  # 0: it is in another PID namespace
         self._why_not = FORBIDDEN if self._pid > 0 else OTHER_PROCESSES

@@ -37,9 +37,7 @@ class AnnouncedStream:
     ) -> None:
         self._link = link
         self._channel = link._channels[0]
-        self._pool = pool
-        self._copy = copy
-        self._deadline = deadline
+        self._pool, self._copy, self._deadline = pool, copy, deadline
         self._copying = OrderedWork()
         self.batch = batch
 

@@ -67,8 +67,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, peer: str, *, stall_s: float) -> None:
         sock.setblocking(True)
-        self.sock = sock
-        self.peer = peer
+        self.sock, self.peer = sock, peer
         self.nonce = b""  # this connection's, chosen by the source
         self.waited = False  # the source had to wait for the segment of the last header
         self.kind = 0  # of the last header

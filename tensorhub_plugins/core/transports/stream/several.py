@@ -87,8 +87,7 @@ class SegmentQueue:
 
     def __init__(self, segments: list[int], more: More | None, streams: int) -> None:
         self._todo = deque(segments)
-        self._more = more
-        self._streams = streams
+        self._more, self._streams = more, streams
         self._idle = 0
         self._ended = False
         self._changed = threading.Condition()

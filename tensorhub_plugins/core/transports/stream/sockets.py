@@ -24,8 +24,7 @@ class SocketTransport:
     _source: SourceBackend  # for `serve`
 
     def __init__(self, limits: TransportLimits, gate: Gate | None) -> None:
-        self._limits = limits
-        self._gate = gate
+        self._limits, self._gate = limits, gate
         self._idle: deque[Connection] = deque()  # for the next links, the oldest first
         self._server: StreamServer | None = None
         self._links: weakref.WeakSet[SocketLink] = weakref.WeakSet()

@@ -94,11 +94,9 @@ class StreamServer:
         limits: TransportLimits,
         gate: Gate | None = None,
     ) -> None:
-        self._limits = limits
-        self._gate = gate
+        self._limits, self._gate = limits, gate
         self._listeners = list(listeners)
-        self._shelf = shelf
-        self._backend = backend
+        self._shelf, self._backend = shelf, backend
         self._guard = threading.Lock()
         self._connections: dict[Channel, threading.Thread] = {}
         self._closing = threading.Event()
@@ -249,12 +247,8 @@ class ReaderConnection:
         gate: Gate | None,
         warn: Callable[..., None],
     ) -> None:
-        self._channel = channel
-        self._warn = warn
-        self._gate = gate
-        self._shelf = shelf
-        self._backend = backend
-        self._limits = limits
+        self._channel, self._warn, self._gate = channel, warn, gate
+        self._shelf, self._backend, self._limits = shelf, backend, limits
         self._offer: Offer | None = None
         self._reader = -1
         self._lease = ""  # of the current read
