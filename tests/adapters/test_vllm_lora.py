@@ -254,6 +254,8 @@ MISFITS = {
     "none": "it has no matrix of any module",
     "no matrix": "has tensors of shapes [1024] and",
     "no floats": "no floats: base_model",
+    "nan": "the adapter has NaN or Inf: base_model",
+    "inf": "the adapter has NaN or Inf: base_model",
     "twice": "two tensors of one name",
     "head": "lm_head is from 128 to 499, and the model's from 128 to 500",
     "embedding": "embed_tokens is from 500 to 127, and the model's from 500 to 128",

@@ -58,6 +58,7 @@ def test_what_is_not_finite_becomes_zero_and_nothing_else_changes(dtype: Any, va
         ("fp8", torch.uint8, (0x7F, 0xFF)),
         ("fp8_e4m3", torch.float8_e4m3fn, (0x7F, 0xFF)),
         ("fp8_e5m2", torch.uint8, (0x7C, 0x7F, 0xFC, 0xFF)),
+        ("fp8", torch.float8_e4m3fnuz, (0x80,)),
     ],
 )
 def test_bytes_of_fp8_are_read_as_what_they_are(kind: str, dtype: Any, values: Any, monkeypatch: Any) -> None:

@@ -235,6 +235,8 @@ def refused(folder: Path, larger: Path, name: str) -> dict[str, tuple[str | None
         "none": changed({}),
         "no matrix": {**given, first_a: given[first_a].flatten()},
         "no floats": {**given, first_a: given[first_a].int()},
+        "nan": {**given, first_a: given[first_a].clone().index_fill(1, torch.tensor([5]), float("nan"))},
+        "inf": {**given, first_a: given[first_a].clone().index_fill(0, torch.tensor([0]), -float("inf"))},
         "twice": changed({**given, first_a.removeprefix("base_model.model."): given[first_a] * 2}),
         "head": changed(
             {f"{HEAD}.lora_A.weight": torch.ones(RANK, 128), f"{HEAD}.lora_B.weight": torch.ones(499, RANK)}

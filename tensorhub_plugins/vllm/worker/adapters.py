@@ -144,6 +144,9 @@ class AdapterUpdater(Updater):
         others = [f"{name} {tensor.dtype}" for name, tensor in adapter.items() if not tensor.is_floating_point()]
         if others:
             raise VersionRefused(f"the adapter has tensors that are no floats: {some(others)}")
+        if wild := [name for name, tensor in adapter.items() if not tensor.sum(dtype=torch.float64).isfinite()]:
+            # Its requests would leave NaN in blocks of KV that others get, without it or with another adapter.
+            raise VersionRefused(f"the adapter has NaN or Inf: {some(wild)}")
         plain = Counter(name.removeprefix(PREFIX) for name in adapter)  # vLLM knows both forms, and would take the last
         if twice := [name for name, count in plain.items() if count > 1]:
             raise VersionRefused(f"the adapter has two tensors of one name, with and without {PREFIX!r}: {some(twice)}")

@@ -65,8 +65,7 @@ def _looked_at(worker: Any, layers: dict[str, Any]) -> list[str]:
         return []
     if getattr(worker.vllm_config, "quant_config", None) is not None:
         return [*layers]
-    drafting = draft.of_worker(worker)
-    of_draft = set() if drafting is None else {id(module) for module in drafting.modules()}
+    of_draft = {id(module) for module in getattr(draft.of_worker(worker), "modules", list)()}
     groups = enumerate(getattr(known, "kv_cache_groups", ()))
     group_of = {name: number for number, group in groups for name in group.layer_names}
     last: dict[Any, str] = {}
@@ -84,15 +83,14 @@ def _caches(layer: Any) -> Iterator[torch.Tensor]:
     kept = getattr(layer, "kv_cache", ())
     for cache in kept if isinstance(kept, (list, tuple)) else [kept]:
         if isinstance(cache, torch.Tensor) and cache.numel():
-            if cache.element_size() == 1 and getattr(layer, "kv_cache_dtype", "") in FP8:
+            if not cache.is_floating_point() and getattr(layer, "kv_cache_dtype", "") in FP8:
                 cache = cache.view(FP8[layer.kv_cache_dtype] or current_platform.fp8_dtype())
             if cache.is_floating_point():
                 yield cache
 
 
 def _is_finite(cache: torch.Tensor) -> torch.Tensor:
-    """Return it as a tensor of one truth, on the cache's device. A sum is finite only where all of it is, takes no
-    memory, and one pass."""
+    """Return it as a tensor, on the cache's device. A sum is finite only where all of it is: one pass, no memory."""
     if cache.element_size() == 1:
         return ~torch.stack([_bad_bytes(piece).any() for piece in _pieces(cache)]).any()
     wider = torch.float32 if cache.dtype == torch.float16 else None  # its sum would be too large; others' have the room
@@ -101,10 +99,8 @@ def _is_finite(cache: torch.Tensor) -> torch.Tensor:
 
 def _bad_bytes(cache: torch.Tensor) -> torch.Tensor:
     """Return which bytes of fp8 are NaN or Inf."""
-    given = cache.view(torch.uint8)
-    if "fnuz" in str(cache.dtype):
-        return given == 0x80
-    return (given & 0x7F) >= (0x7C if cache.dtype == torch.float8_e5m2 else 0x7F)
+    given, least = cache.view(torch.uint8), 0x7C if cache.dtype == torch.float8_e5m2 else 0x7F
+    return given == 0x80 if "fnuz" in str(cache.dtype) else (given & 0x7F) >= least
 
 
 def _pieces(cache: torch.Tensor) -> Iterator[torch.Tensor]:
