@@ -136,7 +136,7 @@ class TensorHubModelLoader(BaseModelLoader):
     ) -> bool:
         """Join the store and get the first version; return whether the weights are those on disk."""
         try:
-            updater = join(joining, model, vllm_config, drafting)
+            updater = join(joining, model, vllm_config, drafting, on_disk=on_disk and not joining.lora)
             if not on_disk and not _read(start, joining, updater):
                 reload.reload_checkpoint(model, vllm_config, self.get_all_weights(vllm_config.model_config, model))
                 updater.mark_unversioned(mended=True)

@@ -92,7 +92,7 @@ def test_the_device_is_the_engines_from_the_load_to_the_end_of_the_warm_up(
     load_format = pytest.importorskip("tensorhub_plugins.vllm.load_format", exc_type=ImportError)
     model = torch.nn.Linear(3, 3)
 
-    def nothing(*_: object) -> None: ...
+    def nothing(*_: object, **__: object) -> None: ...
 
     joining = SimpleNamespace(lora=(), draft=None)
     stands_in: dict[str, Any] = {

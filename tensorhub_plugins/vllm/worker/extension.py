@@ -61,6 +61,7 @@ from tensorhub_plugins.vllm.worker import (
     cpu,
     draft,
     fingerprint,
+    intake,
     need,
     not_finite,
     online,
@@ -210,10 +211,12 @@ def learn_secret(secret: str | None) -> None:
 # --- how a model gets its updater ---
 
 
-def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any, drafting: Any = None) -> Updater:
+def join(
+    config: WorkerConfig, model: torch.nn.Module, vllm_config: Any, drafting: Any = None, *, on_disk: bool = False
+) -> Updater:
     """Join the store with this worker's model, in all workers of the engine at once; UsageError says what cannot work.
 
-    The updater belongs to the model from then on (see `attached`), and replaces a former one. drafting: see draft.py.
+    The updater is the model's from then on (`attached`). drafting: see draft.py. on_disk: it was read, see intake.py.
     """
     import vllm
 
@@ -226,8 +229,9 @@ def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any, draftin
     prints = gather(fingerprint.fingerprint(whole, vllm_config, ranks=fingerprint.parallel_ranks(vllm_config)))
     position = ShardPosition(shard, len(prints), fingerprint.replica_layout(prints))
     leave(model)
-    updater = Updater(config, whole, vllm_config, position, gather)
-    vars(model)["tensorhub_updater"] = updater
+    if on_disk:
+        intake.keep_tried(whole, vllm_config, gather)
+    updater = vars(model)["tensorhub_updater"] = Updater(config, whole, vllm_config, position, gather)
     logger.info("%s/%d of %d: %s", config.replica, position.shard, position.shard_count, position.layout)
     return updater
 
@@ -337,9 +341,13 @@ def _load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _begin(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
-    begin = vars(_model(worker) or worker).pop(BEGIN, None)
+    model = _model(worker)
+    begin = vars(model or worker).pop(BEGIN, None)
     if begin is not None:
         begin(draft.of_worker(worker))
+    elif model is not None and attached(worker) is None and intake.is_from_files(worker.vllm_config):
+        gather, _ = engine_gather(worker.vllm_config)
+        intake.keep_tried(model, worker.vllm_config, gather, partial(_check_supported, model, worker.vllm_config))
     return original(*args, **kwargs)
 
 

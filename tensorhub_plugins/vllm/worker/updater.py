@@ -35,14 +35,12 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.worker import digests, need, online, plan, update_state, weights
+from tensorhub_plugins.vllm.worker import digests, intake, need, plan, update_state, weights
 from tensorhub_plugins.vllm.worker.addresses import Addresses
 from tensorhub_plugins.vllm.worker.asked import Asked
-from tensorhub_plugins.vllm.worker.contract import Contract
-from tensorhub_plugins.vllm.worker.conversion import Conversion, NotEnough, worth_it
-from tensorhub_plugins.vllm.worker.quantize import Quantizer
+from tensorhub_plugins.vllm.worker.conversion import NotEnough, worth_it
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights, Event, Staged, UpdateState
-from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, Steps, anyone, first_says
+from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, anyone, first_says
 
 logger = get_logger(__name__)
 
@@ -84,10 +82,9 @@ class Updater:
     def _know(self, model: torch.nn.Module, vllm_config: Any) -> None:
         eager = getattr(getattr(vllm_config, "model_config", None), "enforce_eager", False)
         self.addresses = Addresses(model, eager=eager)
-        self._contract = Contract(model, vllm_config)
-        self._steps = Steps(self.gather, together=online.shares_scales(vllm_config))
-        self._conversion = Conversion(model, vllm_config, self._steps)
-        self._quantizer = Quantizer(model, vllm_config)
+        self._intake = intake.of(model, vllm_config, self.gather)
+        self._contract, self._conversion = self._intake.contract, self._intake.conversion
+        self._steps, self._quantizer = self._intake.steps, self._intake.quantizer
         need.say(self._client, self.config.copies, model, vllm_config)
 
     # --- the state, and what it asks for ---
@@ -331,31 +328,27 @@ class Updater:
         given = self._quantizer.given(given)
         self._contract.check(given.tensors, given.shapes)
 
-    def _given(self, fetched: Fetched) -> plan.Given:
-        """Return a fetched checkpoint as this model's loaders want it. In vLLM's own thread."""
-        given = plan.given_by(fetched)
-        self._quantizer.learn(given.shapes)
-        return self._quantizer.given(given)
-
     def _get_needed(self, version: int, deadline: Deadline) -> Staged | None:
         """Fetch only what this worker needs of a checkpoint; None: unknown, or this one is unlike the last.
 
         A runtime layout is always fetched whole.
         """
         needed = self._conversion.wanted()
-        if needed is None:
-            return self._get_first(version, deadline) if self._plans_ahead else None
+        staged = None if needed is None else self._get_like_the_last(version, needed, deadline)
+        return self._get_first(version, deadline) if staged is None and self._plans_ahead else staged
+
+    def _get_like_the_last(self, version: int, needed: plan.Plan, deadline: Deadline) -> Staged | None:
         try:
             staged = self._get(
                 version, self._layouts, deadline, serve=self._relays, wanted=self._quantizer.wanted(needed)
             )
         except UsageError as error:
-            logger.info("%s: version %d is read whole: %s", self._name, version, error)
+            logger.info("%s: version %d is not like the last: %s", self._name, version, error)
             return None
         shapes = None if (got := staged.fetched) is None or got.wanted is None else plan.given_by(got).shapes
         if shapes is None or self._conversion.fits(self._quantizer.shapes(shapes)):
             return staged
-        logger.info("%s: version %d is read whole, because its tensors are not those before", self._name, version)
+        logger.info("%s: version %d has other tensors than the last one", self._name, version)
         self._drop(staged)
         return None
 
@@ -450,7 +443,7 @@ class Updater:
         if staged.fetched is None or staged.fetched.layout == self.position.layout:
             return  # a peer's tensors have been compared, and its weights were complete
         try:
-            given = self._given(staged.fetched)
+            given = self._intake.given(plan.given_by(staged.fetched))
             self._contract.rehearse(given.tensors, given.shapes)
         except VersionRefused as error:
             refused = VersionRefused(error.message, version=staged.version)
@@ -479,10 +472,7 @@ class Updater:
         return self._convert(whole.fetched)
 
     def _convert(self, fetched: Fetched) -> str:
-        given = self._given(fetched)
-        self._contract.rehearse(given.tensors, given.shapes)  # repeated only for a checkpoint read instead
-        given.plan = self._contract.plan_for(given.shapes)
-        how = self._conversion.install(given)
+        how = self._intake.install(plan.given_by(fetched))
         self._plans_ahead = False  # what is needed is known, or unknowable
         return how
 
