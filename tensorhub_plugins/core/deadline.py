@@ -22,8 +22,7 @@ TIMEOUT_S_MAX = 31_536_000.0  # a year: no call needs more, and every clock and 
 class Deadline(float):
     """An instant on time.monotonic(). It is a float: it is compared with others, and passed wherever one is expected.
 
-    Pure code has no clock: it asks `remaining_s(deadline, now)`.
-    """
+    Pure code has no clock: it asks `remaining_s(deadline, now)`."""
 
     __slots__ = ()
 

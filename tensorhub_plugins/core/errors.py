@@ -71,8 +71,7 @@ class SourceLost(TensorHubError):
 class CorruptBytes(SourceLost):
     """Bytes arrived whose digest is not the published one: a broken contract or a broken wire.
 
-    segment: of the source's stream; None: its manifest is not the published one. tensors: those in that segment.
-    """
+    segment: of the source's stream; None: its manifest is not the published one. tensors: those in that segment."""
 
     def __init__(
         self, message: str, *, segment: int | None = None, tensors: tuple[str, ...] = (), **context: Any

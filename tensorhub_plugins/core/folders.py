@@ -54,8 +54,7 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None
     """Offer a folder, on every rank at once (the frameworks' post-write hook). Its files must stay as they are until it
     is deleted, or a newer checkpoint is there; a delta is offered until a whole one, or DELTAS_MAX of them, follow.
 
-    Raise UsageError without TENSORHUB_HUB, or for another trainer of this run that is alive; OSError for a file.
-    """
+    Raise UsageError without TENSORHUB_HUB, or for another trainer of this run that is alive; OSError for a file."""
     folder = Path(version_dir)
     if (number := _number(folder)) is None:  # a run begins, with an empty folder
         return

@@ -47,8 +47,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tensor of one dimension, whose elements follow that many of the larger one's in row-major order. Trainers that shard
     parameters as flat memory (FSDP1, ZeRO-3) hold runs that begin and end anywhere in a row.
 
-    tensor: the larger one's name; "": the same. A shard that holds several parts of one has each under another name.
-    """
+    tensor: the larger one's name; "": the same. A shard that holds several parts of one has each under another name."""
 
     global_shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -65,8 +64,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):  # tho
 
     dtype is torch's name without the prefix ("bfloat16"); shape counts elements; stride is None for row-major
     contiguous tensors, else a dense permutation in elements (no overlap, no holes), whose bytes are the storage's.
-    part: None when it is the whole tensor of that name.
-    """
+    part: None when it is the whole tensor of that name."""
 
     name: str
     dtype: str
@@ -100,8 +98,7 @@ class TensorTable(Sequence[TensorSpec]):
 
     A model has the same thousands of tensors in every version, and describing, decoding or comparing them takes longer
     than reading their bytes. So equal tables made by `of` and `decode` are one object, as long as anything uses it:
-    comparing two costs nothing, and what is computed for one is reused for the next version. Immutable.
-    """
+    comparing two costs nothing, and what is computed for one is reused for the next version. Immutable."""
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         """Take specs as they are, unchecked, as an object of their own. Use `of`."""
@@ -167,8 +164,7 @@ class TensorTable(Sequence[TensorSpec]):
         """Keep the encoding, which takes a fifth of the memory, and compute all else again when it is asked for.
 
         A worker that reads from hundreds of shards needs their tables, between versions, only to see that they are
-        still the same.
-        """
+        still the same."""
         _ = self.encoded, self.size_bytes  # computed before, and kept
         for found in [name for name in self.__dict__ if name not in KEPT_OF_TABLES]:
             del self.__dict__[found]

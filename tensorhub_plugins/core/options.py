@@ -156,8 +156,7 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 def convert(given: Mapping[str, Any], kind: type[Options], *, where: str, hidden: Sequence[str] = ()) -> Options:
     """Convert a user's options. where: the place of the input, for errors. hidden: fields that are not options there.
 
-    Strings are parsed ("3" for 3, "shm,tcp" for a list). Raise UsageError, with a hint for a misspelt name.
-    """
+    Strings are parsed ("3" for 3, "shm,tcp" for a list). Raise UsageError, with a hint for a misspelt name."""
     fields = {field.name: field for field in msgspec.structs.fields(kind) if field.name not in hidden}
     for name in given:
         if name not in fields:

@@ -85,8 +85,7 @@ def use(folder: str | None) -> None:
 def record(event: str, *, worker: str = "", **fields: object) -> None:
     """Append one line, or do nothing when TENSORHUB_EVENTS is unset. Never raises; None is left out.
 
-    Pass `t=` (Unix seconds) to report something that ended earlier than now.
-    """
+    Pass `t=` (Unix seconds) to report something that ended earlier than now."""
     global _failed_pid, failure
     folder = os.environ.get(VARIABLE)
     tracing = sys.modules.get("opentelemetry.trace") if event in SPANS else None

@@ -214,8 +214,7 @@ def parse(arguments: Sequence[str]) -> Any:
     """Return OpenRLHF's arguments, as its driver has them. Raise UsageError for what OpenRLHF does not take.
 
     OpenRLHF parses and validates under `if __name__ == "__main__"`, below imports of Ray, vLLM and DeepSpeed. These
-    statements are run here without what is around them.
-    """
+    statements are run here without what is around them."""
     folder = command_line.folder_of("openrlhf", "OpenRLHF")
     program = _main_part(folder / "cli" / "train_ppo_ray.py")
     hierarchize = runpy.run_path(str(folder / "utils" / "config.py"))["hierarchize"]

@@ -107,8 +107,7 @@ class TensorHubEngine(_Stock):
     ) -> list[dict[str, Any]] | GivenBack:
         """Answer as OpenRLHF's engine, from this version or a later one; without partial rollout from one version only.
 
-        journals: what another engine has given back of these samples.
-        """
+        journals: what another engine has given back of these samples."""
         if self.is_leaving:
             return GivenBack(journals)
         if self._why_not():

@@ -89,8 +89,7 @@ class ExternalEngine(external.External):
     ) -> list[dict[str, Any]]:
         """Answer as OpenRLHF's engine, from this version or a later one; without partial rollout from one version only.
 
-        journals: what an engine that had to leave has got of these samples; they are made anew here.
-        """
+        journals: what an engine that had to leave has got of these samples; they are made anew here."""
         if images:
             raise UsageError(f"{self.url} cannot be given images: add engines instead of a server")
         await self._need(min_version)

@@ -123,8 +123,7 @@ def settle(root: Any) -> list[str]:
 def check(root: Any) -> tuple[Options, Outlook]:
     """Return the store's options (verl's defaults where they are wrong), and what will happen or is wrong.
 
-    root: verl's whole configuration, for which `concerns_store` is true.
-    """
+    root: verl's whole configuration, for which `concerns_store` is true."""
     rollout = get(root, "actor_rollout_ref", "rollout")
     outlook = Outlook()
     outlook.ask(check_backend, rollout)

@@ -70,8 +70,7 @@ def keeps_dtype(spec: TensorSpec) -> bool:
     """Return whether this tensor of the model is published as the trainer has it, though another dtype is asked for.
 
     What vLLM or transformers keep in fp32 in some model is small: norms, biases, decays of state-space layers, mostly
-    of one dimension, and routers. In fp32 they are right for every engine, which casts them where it wants less.
-    """
+    of one dimension, and routers. In fp32 they are right for every engine, which casts them where it wants less."""
     return len(spec.shape) < 2 or spec.name.endswith(("bias", *(f".{name}" for name in EXACT)))
 
 

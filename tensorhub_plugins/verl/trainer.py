@@ -131,8 +131,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
 
         verl packs them into a bucket. It hands on what is larger by pickling its whole storage, for a view that of all
         tensors, or on a GPU by its handle: such a tensor is copied into memory of its own there until the next is asked
-        for. Raise UsageError, before the first one, where verl has no handles to give.
-        """
+        for. Raise UsageError, before the first one, where verl has no handles to give."""
         tensors = await asyncio.to_thread(self._receive, version_of_step(global_steps or 0))
         if CONFIG in tensors:
             raise UsageError(checks.DROP_IN)
@@ -147,8 +146,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         the rest arrives.
 
         By its number: what is pinned does not matter here, and a version that was withdrawn is an error. One that this
-        worker has is given again: verl's fully_async asks for its last one once more when the training ends.
-        """
+        worker has is given again: verl's fully_async asks for its last one once more when the training ends."""
         client, timeout_s, grows = self._client, self.options.timeout_s, self.options.timeout_grows
         assert client is not None, "init_process_group comes before receive_weights"
         version = self._wait(client, step)  # the trainer is still gathering
@@ -245,8 +243,7 @@ async def _figures(asked: Any) -> dict[str, float]:
 def replica_name(actor: str) -> str:
     """Return "rollout-1.0.0" for verl's "rollout_standalone_1CheckpointEngineWorker_0:0" (replica, node, local rank).
 
-    Every rollout worker reads all weights, whatever the tensor parallelism, so each is a replica of its own.
-    """
+    Every rollout worker reads all weights, whatever the tensor parallelism, so each is a replica of its own."""
     found = re.fullmatch(r"rollout_\w+?_(\d+)\D.*_(\d+):(\d+)", actor)
     return f"rollout-{'.'.join(found.groups())}" if found else f"rollout-{actor}"
 

@@ -31,8 +31,7 @@ def waits_for_trainer(version: int, attempt: int) -> str:
     """Return why a replica with this version takes no work: the trainer's newest attempt is this one. "": it does.
 
     A version of a former incarnation may be far behind the step from which the trainer resumes, or of a past that did
-    not happen. The first of the new one comes at once.
-    """
+    not happen. The first of the new one comes at once."""
     if attempt_of(version) >= attempt:
         return ""
     return f"has version {version_text(version)}, and waits for the first of attempt {attempt}"

@@ -42,8 +42,7 @@ def checkpoint_tensors(model: torch.nn.Module, state_dict: Tensors | None = None
     (`get_model_state_dict` with `full_state_dict=True`), or with adapters merged.
 
     Raise UsageError for what is not supported, and say what to do: a model that is sharded (FSDP, ZeRO 3, tensor
-    parallel), offloaded, quantized, or has adapters (PEFT).
-    """
+    parallel), offloaded, quantized, or has adapters (PEFT)."""
     whole, inner = state_dict, pretrained(model)
     if whole is None:
         check_whole(model)
@@ -65,8 +64,7 @@ class Step:
 def steps(model: torch.nn.Module, shape: Callable[[torch.Tensor], Iterable[int]] = lambda t: t.shape) -> list[Step]:
     """Yield the steps to the checkpoint, in the same order on every rank; most steps are of one tensor.
 
-    shape: of a whole tensor, given what the model has of it. Nothing is gathered and no memory is used.
-    """
+    shape: of a whole tensor, given what the model has of it. Nothing is gathered and no memory is used."""
     inner = pretrained(model)
     _check_adapters(inner)
     own = inner.state_dict(keep_vars=True)

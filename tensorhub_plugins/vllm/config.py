@@ -69,8 +69,7 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
 class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `--model-loader-extra-config` takes besides the keys of WorkerConfig.
 
-    Of those, hub (or the environment's TENSORHUB_HUB) and model must be given; run is "default", serve_from "live".
-    """
+    Of those, hub (or the environment's TENSORHUB_HUB) and model must be given; run is "default", serve_from "live"."""
 
     version: int | Literal["latest"] = "latest"  # which one it starts with
     disk: Literal["never", "fallback", "only"] = "never"  # fallback: when the store has no version at all, or loses it
@@ -160,8 +159,7 @@ def of_rank(config: WorkerConfig, vllm_config: Any) -> WorkerConfig:
 
     vLLM makes engines of a dense model's that know nothing of each other and have one configuration: all but the first
     get a name of their own here, or the hub would take them for one worker. Those of a mixture of experts are parts of
-    one engine, and have one name.
-    """
+    one engine, and have one name."""
     if not is_further_rank(vllm_config):
         return config
     return msgspec.structs.replace(

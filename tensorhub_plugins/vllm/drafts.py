@@ -34,8 +34,7 @@ def source(wanted: Source | None, method: str | None, load_format: str, *, remed
     draft's, which is the model's unless it has one of its own.
 
     Raises UsageError for a draft that would keep random weights. remedy: how a user of this framework has none, or has
-    it read.
-    """
+    it read."""
     if not has_weights(method):
         return None
     found = wanted or ("store" if load_format in UNREAD and is_of_the_model(method) else "disk")

@@ -27,8 +27,7 @@ NUMBERS = (signal.SIGTERM, signal.SIGINT)
 def ends_at_signals(*, interactive: bool = False) -> Iterator[None]:
     """Raise SystemExit where a signal arrives that is to end this process, unless it has a handler of its own.
 
-    interactive: SIGINT ends in a KeyboardInterrupt, as Python's users expect.
-    """
+    interactive: SIGINT ends in a KeyboardInterrupt, as Python's users expect."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python's handlers run in the main thread, and are set there
         return

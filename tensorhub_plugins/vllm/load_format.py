@@ -163,8 +163,7 @@ def _fill_with_zeros(model: torch.nn.Module) -> None:
     everywhere.
 
     The host's by several threads: what takes its time is that the memory is touched for the first time. A device's by
-    this thread, on whose stream the next kernels follow. Layers that vLLM quantizes as it loads have no memory yet.
-    """
+    this thread, on whose stream the next kernels follow. Layers that vLLM quantizes as it loads have no memory yet."""
 
     def fill(parameter: torch.nn.Parameter) -> None:
         with torch.no_grad():
@@ -183,8 +182,7 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater) -> bool:
     """Get the first version; False: the store has lost all it had, and the weights are to come from disk.
 
     A version that is lost or superseded while it is read, or not this model's, is no reason not to start: there may be
-    another.
-    """
+    another."""
     lost, began, grows = "", time.monotonic(), start.start_timeout_s is None
     refused: dict[int, str] = {}  # not this model's, and why
     out_of_step: list[int] = []  # these workers lost each other: once more is enough, unless one of them cannot go on

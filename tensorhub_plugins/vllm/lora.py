@@ -54,8 +54,7 @@ def adapter_tensors(
 
     adapter: a PEFT model, of which the adapter `name` is taken; or its state dict as `get_peft_model_state_dict`
     returns it, with `config`: the fields of its LoraConfig. The tensors are the given ones, not copies. Raise
-    UsageError for what is no LoRA adapter, or one that no engine could apply to the base model as it was.
-    """
+    UsageError for what is no LoRA adapter, or one that no engine could apply to the base model as it was."""
     base: dict[str, Any] = {}
     if not isinstance(adapter, Mapping):
         if not hasattr(adapter, "peft_config"):
@@ -81,8 +80,7 @@ def adapter_parts(model: Any, held: Iterable[Held], rank: int) -> Iterator[Held]
 
     held: of all the model's tensors, under the model's names, as `fsdp1_parts` and `fsdp2_parts` make them. Nothing is
     gathered. The first rank publishes the configuration, which stays that of the first call: a model that is saved may
-    say other things of itself afterwards. Errors as of `adapter_tensors`.
-    """
+    say other things of itself afterwards. Errors as of `adapter_tensors`."""
     from tensorhub_plugins.core import Held, contiguous_spec
 
     # PEFT itself finds nothing in a model that FSDP1 wraps: its modules have other names there.

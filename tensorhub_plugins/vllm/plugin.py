@@ -285,8 +285,7 @@ def _debug(text: str, *values: object) -> None:
 def after_import(calls: dict[str, Callable[[Any], None]]) -> None:
     """Call each of these with the module of that name, now or once it has been imported.
 
-    Raises what a call raises, out of the import if that comes later.
-    """
+    Raises what a call raises, out of the import if that comes later."""
     waited_for = {name for finder in sys.meta_path if isinstance(finder, _AfterImport) for name in finder.waiting}
     waiting = {}
     for name, call in calls.items():

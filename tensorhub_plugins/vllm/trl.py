@@ -45,8 +45,7 @@ class StoreTransfer:
     model_path: what the trainer and the servers were given, a folder or a name in the Hugging Face cache. servers:
     base URLs. model, run: name the history at the hub, as for the servers. keep: versions on offer. dtype: what floats
     are published as; None: as they are trained. timeout_s: for one publish. confirm_s: for the servers to have a
-    version; then the training goes on, and it is logged. client: more arguments of `Client`.
-    """
+    version; then the training goes on, and it is logged. client: more arguments of `Client`."""
 
     def __init__(
         self,

@@ -175,8 +175,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         """Publish the source's weights as this step (None: one more than the last), and have the engines take them.
 
         One that is refused does not count; one that the engines did not take does, and they may yet. The first one
-        begins an attempt: what the trainer published from that step on, before it was started again, is superseded.
-        """
+        begins an attempt: what the trainer published from that step on, before it was started again, is superseded."""
         step = self._step + 1 if version is None else number_of(version)
         if self._attempt is None:
             self.begin(step - 1)
@@ -227,8 +226,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
 class CheckpointSource(WeightSource):
     """A transformers model, under the names that its `save_pretrained` writes. Every rank iterates it.
 
-    Tensors that FSDP2 shards are gathered one by one. What else is not whole in this process is a UsageError.
-    """
+    Tensors that FSDP2 shards are gathered one by one. What else is not whole in this process is a UsageError."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = checkpoint_names.pretrained(model)

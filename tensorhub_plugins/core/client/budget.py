@@ -24,8 +24,7 @@ class Budget:
 
     def check(self, need: Need, *, workers: int = 1, mend: str) -> None:
         """Log what this worker is about to use. workers: on this host, which use as much each. mend: what a user can do
-        about it. Raise UsageError where the host has less free, or the budget is less and refuses the excess.
-        """
+        about it. Raise UsageError where the host has less free, or the budget is less and refuses the excess."""
         said = memory_summary(self.worker, need, workers)
         available = machine.available_bytes()
         if 0 < available < need.size_bytes * workers:

@@ -87,8 +87,7 @@ class Client(History):
     calls that move weights: 60 s (unpublish: 30 s), and one more for each 0.5 GB that they move. Every method that asks
     the hub may raise HubUnreachable, when it has not answered shortly after timeout_s (here: connect_timeout_s), and
     UsageError, for arguments that can never work or when the client is closed. A call that has raised is not carried
-    out later. ResourceRefused, a UsageError, when the system refuses this process a thread, descriptor or memory.
-    """
+    out later. ResourceRefused, a UsageError, when the system refuses this process a thread, descriptor or memory."""
 
     def __init__(
         self,
@@ -233,8 +232,7 @@ class Client(History):
         """Return the tensors of a version offered here (layout None: in every layout) whose bytes are not those that
         were published; empty: all are right, or nothing of it is offered, or it was published with verify=False.
 
-        It reads all of them, at the speed of memory. A damaged shard is no longer offered.
-        """
+        It reads all of them, at the speed of memory. A damaged shard is no longer offered."""
         arguments.check_offered(version, layout)
         self._check_open()
         return self._serving.recheck(version, layout)
@@ -320,8 +318,7 @@ class Client(History):
 
     def abandon(self, version: int, layout: str, *, unless_awaited: bool = False) -> bool:
         """Abandon a conversion that `fetch` assigned to this worker; another is chosen. Does not wait for the hub.
-        unless_awaited: keep it, and return False, if other replicas read that layout, as far as the hub knew.
-        """
+        unless_awaited: keep it, and return False, if other replicas read that layout, as far as the hub knew."""
         arguments.check_flags(unless_awaited=unless_awaited)
         key = self._key(version, layout)
         check_not_forked(self._pid, "client")

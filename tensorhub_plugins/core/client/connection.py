@@ -103,8 +103,7 @@ class HubLink:
 
     on_source_gone, on_may_release, on_directive, on_doubted, and the methods of copies: called in the link's thread,
     must not block. Raise UsageError for a malformed address and for a hub that does not admit us, HubUnreachable when
-    no hub answers within connect_timeout_s.
-    """
+    no hub answers within connect_timeout_s."""
 
     @resources.named()
     def __init__(
@@ -201,8 +200,7 @@ class HubLink:
         """Send the request that `make` builds from its number. deadline: on time.monotonic().
 
         The answer is the reply (never Refused), or raises what the hub refused with, or HubUnreachable. Raise
-        UsageError for what no hub can read.
-        """
+        UsageError for what no hub can read."""
         with self._lock:
             if self._closing:
                 raise UsageError("the client is closed")
@@ -232,8 +230,7 @@ class HubLink:
 
         shard: None for all of them. lost: the source failed, so that the hub stops offering it to others. corrupt:
         segments that it has sent with other bytes than were published. refused: its address refuses connections. came:
-        what was read from it.
-        """
+        what was read from it."""
         ended = session.EndLease(request, shard, lost, corrupt, refused, came)
         with self._lock:
             if self._closing:

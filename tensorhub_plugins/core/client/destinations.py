@@ -84,8 +84,7 @@ class Destinations:
     into: tensors for `in_place` (a layout; None: whichever is read); everything else gets memory from the pool.
     wanted: all that is read of a checkpoint, into memory from the pool. serve: what arrives is offered to others.
     for_others: it is read for them only, see copies.py. borrows: memory of another worker of this host may be used
-    instead of the pool's, and is not written to.
-    """
+    instead of the pool's, and is not written to."""
 
     def __init__(
         self,

@@ -27,8 +27,7 @@ def fsdp1_parts(module: FullyShardedDataParallel, turns: Turns) -> Iterator[Held
     """Yield what this rank holds, with the names of module.state_dict(), with or without use_orig_params, for any
     sharding strategy. Shared parameters come under each name, as there; buffers in the dtype before FSDP1's cast.
 
-    Raise UsageError where the flat parameters are not as expected.
-    """
+    Raise UsageError where the flat parameters are not as expected."""
     problem = fsdp1_problem(module, turns.ranks)
     if problem:
         raise UsageError(problem)

@@ -16,8 +16,7 @@ from tensorhub_plugins.core.memory.tensors import contiguous_spec
 def fsdp2_parts(tensors: Mapping[str, torch.Tensor], turns: Turns) -> Iterator[Held]:
     """Yield DTensors as they are sharded; a plain tensor, which every rank has, is published by one of them.
 
-    tensors: a state_dict, in the same order on every rank. Raise UsageError where there is an `fsdp2_problem`.
-    """
+    tensors: a state_dict, in the same order on every rank. Raise UsageError where there is an `fsdp2_problem`."""
     problem = fsdp2_problem(tensors, turns.ranks)
     if problem:
         raise UsageError(problem)

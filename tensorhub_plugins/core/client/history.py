@@ -30,8 +30,7 @@ class History(OfThisProcess):
     def wait(self, version: int | str = types.LATEST, *, newer_than: int = 0, timeout_s: float = 60.0) -> int:
         """Wait until a version is visible, and return its number: this one, or the newest that is above newer_than.
 
-        Raise NotPublished after timeout_s, VersionGone for a version that was visible and is not any more.
-        """
+        Raise NotPublished after timeout_s, VersionGone for a version that was visible and is not any more."""
         number = 0 if version == types.LATEST else types.check_version(version)
         arguments.check_installed("newer_than", newer_than)
         reply = self._ask(lambda n: messages.Wait(n, number, newer_than, timeout_s), timeout_s)
@@ -53,8 +52,7 @@ class History(OfThisProcess):
         this worker could not install, which may map to why. `tensorhub status` shows that, and `failure`: why the last
         try failed. It is older than what is installed only if that was withdrawn, or if it is pinned, and in `refused`
         only if it is pinned anew. Raise NotPublished at the deadline, or VersionGone if what is pinned, or installed
-        and withdrawn, has nothing to be run instead.
-        """
+        and withdrawn, has nothing to be run instead."""
         versions, why = arguments.check_target(installed, refused, pins=pins)
         failed = arguments.check_failure(failure)
         serial = self._hub.directive.serial
@@ -86,8 +84,7 @@ class History(OfThisProcess):
 
         Followers that run it return to the newest other one that is held. So keep two, with `retain(newest=2)`. It
         stays withdrawn; good weights need another number. One of which some shards are still to come never appears.
-        Raise UsageError if there never was any of such a version.
-        """
+        Raise UsageError if there never was any of such a version."""
         number = types.check_version(version)
         self._ask(lambda n: messages.Withdraw(n, number, timeout_s), timeout_s)
 

@@ -29,8 +29,7 @@ class Held(NamedTuple):
 
     whole: all of it, contiguous, in the model's dtype. tensor: this rank's part, on any device; None: it has none.
     part: its position; None if it is the whole tensor. Of several parts that a rank has of one tensor, all but the
-    first have `part.tensor` set.
-    """
+    first have `part.tensor` set."""
 
     whole: TensorSpec
     tensor: torch.Tensor | None = None
@@ -58,8 +57,7 @@ Piece: TypeAlias = tuple[str, int, tuple[int, ...]]  # name, first element, shap
 class Ownership:
     """Assigns each tensor to one of `ranks` trainer ranks: the one with the fewest bytes so far, the lowest of equals.
 
-    All ranks see the same tensors in the same order, so all of them decide the same without a message.
-    """
+    All ranks see the same tensors in the same order, so all of them decide the same without a message."""
 
     def __init__(self, ranks: int) -> None:
         self._next = [(0, rank) for rank in range(ranks)]  # a heap: there may be 1,000 ranks and 50,000 tensors

@@ -109,8 +109,7 @@ class Publisher(OfThisProcess):
 
     Every version must consist of the same tensors, by name, dtype and shape; else it is a UsageError that names what is
     missing, new or changed, and nothing is published. The tensors of all ranks are compared, as every rank sees them
-    all: a tensor may be assigned to another rank than before.
-    """
+    all: a tensor may be assigned to another rank than before."""
 
     def __init__(
         self,

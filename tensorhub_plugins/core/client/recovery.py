@@ -65,8 +65,7 @@ class Recovery:
     publisher: this rank's. weights: what it publishes: for `publish_parts` if by_parts, else for `publish`. held: all
     that this rank has of the model (parts.AllHeld), in the memory that it trains in. gather: returns what all ranks
     gave, in the order of ranks, on every rank. is_mixed: the weights that `resume` took are newer than the rest of the
-    checkpoint.
-    """
+    checkpoint."""
 
     def __init__(
         self,

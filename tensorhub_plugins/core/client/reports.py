@@ -36,8 +36,7 @@ class UnpublishReport:
 
     cut_off: "replica/shard" of the readers that had not finished by the deadline. kept: it was the last copy of a
     retained version, or may have been, and is still served, from memory of the store's own. damaged: tensors that were
-    written to while they were published in place, as far as a sample of their digests shows.
-    """
+    written to while they were published in place, as far as a sample of their digests shows."""
 
     version: int
     seconds: float
@@ -52,8 +51,7 @@ class Fetched(OfThisProcess):
     parts are whole in slabs of their own, under negative numbers.
 
     converts: no worker had the preferred layout, and this one is expected to publish it, or to `abandon` it. wanted:
-    only these tensors, or parts of them, were read; None: all. The manifests are of all that is published.
-    """
+    only these tensors, or parts of them, were read; None: all. The manifests are of all that is published."""
 
     version: int
     layout: str
@@ -95,8 +93,7 @@ class Fetched(OfThisProcess):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors by name, sharing the slabs' memory.
 
-        Raise VersionRefused when two source shards have published one name with different bytes.
-        """
+        Raise VersionRefused when two source shards have published one name with different bytes."""
         found: dict[str, torch.Tensor] = {}
         shard_of: dict[str, int] = {}
         for shard, slab in sorted(self.slabs.items()):  # in the order of shards, whichever came first
@@ -117,8 +114,7 @@ class Fetched(OfThisProcess):
         """Return the roots of the bytes in memory now, in hex, by source shard (`report.roots`: as published).
 
         It takes a pass over all bytes. What came in parts is read in the whole tensors. Raise UsageError where only
-        some of the bytes were `wanted`: a root is over all of them.
-        """
+        some of the bytes were `wanted`: a root is over all of them."""
         if self.wanted is not None:
             raise UsageError(f"only parts of version {self.version} were fetched, and a root is over all of its bytes")
         whole = [slab for number, slab in self.slabs.items() if number < 0]

@@ -110,8 +110,7 @@ class Reading:
     """One read that serves what arrives. created_after: the number of the last request to the hub before it.
 
     granted: the shards that it is to read; None: not yet known. anew: those of which it has dropped what had come, with
-    the number of the last request before that.
-    """
+    the number of the last request before that."""
 
     created_after: int
     granted: set[ShardKey] | None = None
@@ -161,8 +160,7 @@ class Shelf(Generic[OfferT]):
     def check(self, key: ShardKey, *, returns: bool) -> None:
         """Raise UsageError when this may not be published now, whatever its bytes.
 
-        returns: operators make the fleet go back to this version from the newest one.
-        """
+        returns: operators make the fleet go back to this version from the newest one."""
         if self.closed:
             raise UsageError("the client is closed")
         if key in self.entries and not self.entries[key].is_for_others:
@@ -204,8 +202,7 @@ class Shelf(Generic[OfferT]):
     def unpublish(self, version: int, layout: str | None = None) -> Ticket:
         """Return what to ask of the hub in order to unpublish this version (layout None: in every layout).
 
-        Raise UsageError while its owner still reads it here; what arrives for others is unpublished when it is here.
-        """
+        Raise UsageError while its owner still reads it here; what arrives for others is unpublished when it is here."""
         meant = {k: e for k, e in self.entries.items() if k.version == version and layout in (None, k.layout)}
         keys = [key for key, entry in meant.items() if not (entry.is_arriving and entry.is_for_others)]
         if any(self.entries[key].is_arriving for key in keys):

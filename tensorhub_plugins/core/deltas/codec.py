@@ -70,11 +70,9 @@ class Kernel(Protocol):
 
     def difference(self, old: Elements, new: Elements, *, bitmap: bool) -> Streams:
         """Return what differs between these arrays of one size."""
-        ...
 
     def apply(self, target: Elements, streams: Streams, *, bitmap: bool) -> None:
         """Change the target in place. Raise ValueError for streams that are not of an array of this size."""
-        ...
 
 
 def encode(old: Bytes, new: Bytes, spans: Sequence[Span], kernel: Kernel) -> bytes | None:

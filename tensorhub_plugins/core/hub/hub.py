@@ -370,8 +370,7 @@ class Hub:
         time. Not believed is what was sent in it and abandoned meanwhile.
 
         The first Hello of a worker that is all of its replica, and replaces no other, is believed at once: if it
-        comes late, it says nothing that could be wrong by then.
-        """
+        comes late, it says nothing that could be wrong by then."""
         if hello.hub == b"":
             says = (*hello.holdings, *hello.leases, *hello.claims, *hello.pending)
             return hello.shard_count == 1 and not says and not self.registry.has_replica(hello)

@@ -534,8 +534,7 @@ class Registry:
         Others wait for it, for claim_s and what the version's size adds, or as long as it works. The holder of a
         reader's key could claim again and again, under new names, and never publish: failed claims on a layout are
         waited for OWED_MAX times as long at once, and a tenth of the time in the long run. Beyond that each engine
-        converts for itself.
-        """
+        converts for itself."""
         claim_s = self.limits.claim_s + size_s(version.published_size_bytes)
         claim = Claim(worker, version, key, now + claim_s, now + CLAIM_TIMES_MAX * claim_s, request_id)
         if worker.role == "reader":

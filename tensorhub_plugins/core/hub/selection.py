@@ -84,8 +84,7 @@ def choose(question: Question, version: Version) -> Choice:
 def reads_from(worker: Worker, reader: Worker, workers: Mapping[bytes, Worker]) -> bool:
     """Return whether worker's own reading depends on reader, over any number of steps, as far as the hub can see.
 
-    A source that has not sent its Hello since the hub's restart may depend on any reader.
-    """
+    A source that has not sent its Hello since the hub's restart may depend on any reader."""
     if not reader.readers and not reader.history.leases_on_unknown_sources:
         return False
     seen: set[bytes] = set()

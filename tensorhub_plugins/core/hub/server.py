@@ -112,8 +112,7 @@ class Server(OfThisProcess):
     address: "tcp://host:port"; port 0 takes a free one; `.address` has the actual one. limits: see `HubLimits`.
     keys: the run's secret; None: the environment's, and if that has none, workers of this host only.
     insecure: without a secret listen where other hosts reach it, too. clock: seconds, steady. Raise UsageError when the
-    address cannot be bound, or would be open to everybody.
-    """
+    address cannot be bound, or would be open to everybody."""
 
     @resources.named()
     def __init__(

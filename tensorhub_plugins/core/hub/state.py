@@ -362,8 +362,7 @@ class Version:
 class GroupResolution:
     """What "latest" means to the shards of one replica (rule 2): one version for each generation.
 
-    A shard that asks again after its answer begins the next generation, for all of them.
-    """
+    A shard that asks again after its answer begins the next generation, for all of them."""
 
     generation: int = 0
     version: int = 0  # 0: none is agreed on

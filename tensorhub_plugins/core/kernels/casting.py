@@ -36,8 +36,7 @@ def cast_at(start: int) -> Computation:
     """Return the cast of a tensor that begins at this byte of a block.
 
     It reads the tensor's elements and `xxh3.constants()`; it writes the cast elements, and the sums of the blocks that
-    lie wholly in it (at least one), LANES_SIZE_BYTES each, joined.
-    """
+    lie wholly in it (at least one), LANES_SIZE_BYTES each, joined."""
     head = -start % BLOCK_SIZE_BYTES // TARGET.itemsize  # elements before the first whole block
 
     def cast(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], upload: Upload) -> None:

@@ -34,8 +34,7 @@ class Block:
     """Zeroed memory laid out by a table: `tensors` by name, and the `runs` of the stream.
 
     fd: the memfd, or -1 where the system has none and the memory is private to this process. liveness: the pipe that
-    comes with it, see `Slab.owner_liveness_fd`. `close` closes them, unless another object has taken them over.
-    """
+    comes with it, see `Slab.owner_liveness_fd`. `close` closes them, unless another object has taken them over."""
 
     def __init__(self, table: TensorTable, *, deadline: float = NEVER, over: torch.Tensor | None = None) -> None:
         """Allocate the memory. Raise DeadlineExceeded when so many tensors take longer, UsageError for specs that are

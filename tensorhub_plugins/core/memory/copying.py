@@ -61,8 +61,7 @@ def digests_of_segments(
 ) -> bytes:
     """Return the digests of all segments of a stream, joined. digest(start, stop) digests one range.
 
-    threads: None picks by size. size_at_once_bytes: how much one of several threads is handed at a time.
-    """
+    threads: None picks by size. size_at_once_bytes: how much one of several threads is handed at a time."""
     starts = range(0, size_bytes, segment_size_bytes)
 
     def digests_of(part: range) -> bytes:

@@ -88,8 +88,7 @@ class Borrowed:
 
     memory: uint8, all of it, mapped; it keeps the loan alive, whatever becomes of this object. It must not be written
     to while other processes have it mapped, too. fd: the block's file. owner_liveness_fd: hangs up when the block is
-    closed, or its owner dies: release a mapping kept for later then. pinned: its registration with a device.
-    """
+    closed, or its owner dies: release a mapping kept for later then. pinned: its registration with a device."""
 
     def __init__(
         self, memory: torch.Tensor, fd: int, owner_liveness_fd: int, loan: Loan, pinned: Pinned | None = None

@@ -48,8 +48,7 @@ def plan(
 ) -> Sequence[Move]:
     """Return the moves from source to target, in the source's order; those of tensors `without` are left out.
 
-    Raise UsageError when a target tensor cannot be a part of the same whole as the source's, or two of them overlap.
-    """
+    Raise UsageError when a target tensor cannot be a part of the same whole as the source's, or two of them overlap."""
     if source == target and not without:
         return [Move(0, 0, source.size_bytes)] if source.size_bytes else []
     of_target = _plans.setdefault(target, WeakKeyDictionary())
@@ -177,8 +176,7 @@ def _check_disjoint(name: str, boxes: Sequence[tuple[int, Box]]) -> None:
     """Raise UsageError if two of these boxes of one tensor have an element in common.
 
     This sweeps along the first axis. The boxes that are open where another begins are disjoint there. So in a matrix
-    only two of them can overlap it, the neighbours of its columns: there may be a million parts.
-    """
+    only two of them can overlap it, the neighbours of its columns: there may be a million parts."""
     open_: list[tuple[Box, int]] = []  # without their rows, in order
     ends: list[tuple[int, Box]] = []  # a heap: where they close
     for shard, box in sorted(boxes, key=lambda each: each[1]):
@@ -197,8 +195,7 @@ def _check_disjoint(name: str, boxes: Sequence[tuple[int, Box]]) -> None:
 
 def _boxes(spec: TensorSpec) -> list[Box]:
     """Return the elements of the whole tensor that this one has, [start, stop) on each axis. A run that starts and ends
-    within rows is several boxes: a row's end, whole rows, a row's start; and so on for further axes.
-    """
+    within rows is several boxes: a row's end, whole rows, a row's start; and so on for further axes."""
     whole = _whole(spec)
     if spec.part is None or not spec.part.is_run:
         return [_box(spec) or ((0, 1),)]
@@ -240,8 +237,7 @@ def difference(before: TensorTable, after: TensorTable, *, may_move: bool = Fals
     """Describe what differs between two versions of a table, for messages; empty if nothing does.
 
     may_move: it is one shard of several, and tensors or parts of them may have moved to another: then all that can be
-    judged is whether a tensor that is still here has kept its dtype and its whole shape.
-    """
+    judged is whether a tensor that is still here has kept its dtype and its whole shape."""
     if before == after:
         return ""
     missing = [spec.name for spec in before if spec.name not in after.positions and not may_move]

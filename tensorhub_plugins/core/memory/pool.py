@@ -23,8 +23,7 @@ class SlabPool:
 
     A slab's hand-out number identifies one use of it: returning a slab again, after it was returned and handed out for
     another use, has no effect. All are pinned for the device of the thread that makes the pool: the thread that takes
-    slabs may not have a device of its own yet.
-    """
+    slabs may not have a device of its own yet."""
 
     def __init__(self) -> None:
         self._device = here()

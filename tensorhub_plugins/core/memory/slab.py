@@ -63,8 +63,7 @@ class Slab(OfThisProcess):
     """The registered memory of one shard. Make one with `adopt` or `allocate`.
 
     Ranges are stream offsets in bytes, [start, stop). Several threads may read and write at once; that nothing is
-    written while it is read is the publisher's contract, not the slab's.
-    """
+    written while it is read is the publisher's contract, not the slab's."""
 
     specs: TensorTable
     size_bytes: int
@@ -124,8 +123,7 @@ class Slab(OfThisProcess):
         or on one device. Two names may be the same memory (tied weights, see `ties`), but may not overlap in part.
         Raise UsageError that names the tensor otherwise, DeadlineExceeded when so many take longer.
 
-        scratch: for some of the names, a host tensor of the same kind that holds their bytes instead. See tied.py.
-        """
+        scratch: for some of the names, a host tensor of the same kind that holds their bytes instead. See tied.py."""
         named = held(tensors, deadline)
         found = Adoption.of(named, deadline)
         runs = found.runs
@@ -154,8 +152,7 @@ class Slab(OfThisProcess):
         pin: None: register the block with `device` (None: the calling thread's) in the background, where this process
         uses one; True: register it at once, or raise UsageError. ahead: it is written later, and its pages are made in
         the background in any process, as the first write to a page takes much longer than the next. Where the system
-        has no memfd, the block is private memory and `shared_fd` is None.
-        """
+        has no memfd, the block is private memory and `shared_fd` is None."""
         table = TensorTable.of(specs)
         made = Block(table, deadline=deadline)
         pinned = None if pin is False else pin_block(made, device, required=bool(pin), ahead=ahead)
@@ -344,8 +341,7 @@ class Slab(OfThisProcess):
 
         segment_size_bytes, threads: None picks by size. algorithm: one of digests.py, including none. Where an
         accelerator is used this first waits for the work queued on it, so that the finished bytes are described; for
-        host memory, too, unless only `write` has filled it. Raise DeadlineExceeded when so many bytes take longer.
-        """
+        host memory, too, unless only `write` has filled it. Raise DeadlineExceeded when so many bytes take longer."""
         self._check_open()
         if segment_size_bytes is None:
             segment_size_bytes = self.segment_size_bytes
@@ -367,8 +363,7 @@ class Slab(OfThisProcess):
     ) -> list[int]:
         """Return which of these segments (None: all) do not have the bytes that the manifest's digests were taken of.
 
-        manifest: of this same stream. Without digests there is nothing to compare: none are found.
-        """
+        manifest: of this same stream. Without digests there is nothing to compare: none are found."""
         self._check_open()
         gone = self.gone(manifest, segments, deadline=deadline)
         if gone or not manifest.has_digests:

@@ -87,8 +87,7 @@ def slices_of(held: TensorSpec, count: int, least: Least = LEAST, *, experts: bo
     """Return how all or a part of a tensor is published for readers that each take one of `count` slices.
 
     held: the name, dtype and shape held, and which part of the tensor it is. experts: readers take slices of experts,
-    too, instead of whole experts. The slices cover it, each element once.
-    """
+    too, instead of whole experts. The slices cover it, each element once."""
     whole = held.part.global_shape if held.part is not None else held.shape
     size_bytes = held.size_bytes // max(prod(held.shape), 1) * prod(whole)
     kind, is_expert = held.tensor.removesuffix(".weight").rpartition(".")[2], EXPERT in held.tensor

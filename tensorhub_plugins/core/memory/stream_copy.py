@@ -29,8 +29,7 @@ SUMMED_FROM_BYTES = 1 << 20  # of bfloat16: smaller ones would cost a launch eac
 class StreamCopy:
     """A copy of a slab with this table. One thread writes, on its stream; it or another one takes the digests.
 
-    Takes `size_of(table)` bytes of device memory, or raises torch.OutOfMemoryError.
-    """
+    Takes `size_of(table)` bytes of device memory, or raises torch.OutOfMemoryError."""
 
     def __init__(self, device: Device, table: TensorTable, *, summed_from: int = SUMMED_FROM_BYTES) -> None:
         self.device, self._table, self._summed_from = device, table, summed_from

@@ -18,8 +18,7 @@ class Directive(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False
 
     pin: the version that all followers are to run; 0: the newest. withdrawn: versions that are bad, in order. attempts:
     which its trainers have begun, see lineage.py. The hub sends it to every worker of the history, and every worker
-    announces it in its Hello, so that it outlives the hub. Each decision takes the next serial.
-    """
+    announces it in its Hello, so that it outlives the hub. Each decision takes the next serial."""
 
     serial: Serial = 0
     pin: Count = 0
@@ -43,8 +42,7 @@ def merge(one: Directive, other: Directive) -> Directive:
     """Return the union of both, whatever the order in which they came.
 
     The pin is that of the higher serial, or the higher one if two hubs have assigned the same serial, of which the
-    second one did not know yet. A withdrawal is never undone. A version that is over is not pinned.
-    """
+    second one did not know yet. A withdrawal is never undone. A version that is over is not pinned."""
     if one == other:
         return one
     serial, pin = max((one.serial, one.pin), (other.serial, other.pin))

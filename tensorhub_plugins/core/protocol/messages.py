@@ -118,8 +118,7 @@ class Grant(_Message, frozen=True):
     """The right to read one shard from one source until the lease ends.
 
     as_of: `request_id` of the source's latest message about this shard when the grant was issued. The reader rejects an
-    offer created after it: the source has since withdrawn the shard and published it again.
-    """
+    offer created after it: the source has since withdrawn the shard and published it again."""
 
     shard: Count
     session: Session
@@ -148,8 +147,7 @@ class Hello(_Message, frozen=True):
     its former and next incarnations. welcomed: the incarnation of the hub that has admitted this session; b"": none
     yet. retain_...: as in this worker's last Retain that was answered; None: none was. tls_only: other data centres are
     served over TLS only. until: when the first of these holdings whose Publish is unanswered is abandoned; None: none
-    is. name_proof: of the last Alive, see `hub/namesakes.py`. hosts: beside that of `endpoints`, at the same ports.
-    """
+    is. name_proof: of the last Alive, see `hub/namesakes.py`. hosts: beside that of `endpoints`, at the same ports."""
 
     run: Name
     model: Name
@@ -193,8 +191,7 @@ class Heartbeat(_Message, frozen=True):
     reads under no others. holdings_checksum: 0 while what it holds is changing. directive_checksum: of the directive
     that it knows; 0: it is older than those. progress: the bytes that have come under each lease; without any for too
     long it loses the lease. room_bytes: free for copies that the hub may ask it to hold (`Alive.hold`); 0: none.
-    leaving: what it holds is about to go. served: leases on it (`Claim.reader`) used since the last heartbeat.
-    """
+    leaving: what it holds is about to go. served: leases on it (`Claim.reader`) used since the last heartbeat."""
 
     hub: Session
     last_request_id: Count = 0
@@ -227,8 +224,7 @@ class Publish(_Message, frozen=True):
 class Unpublish(_Message, frozen=True):
     """Grant no more leases on these shards; answer when no reader is left, or at the deadline.
 
-    gone: the worker does not have them any more, whatever the answer.
-    """
+    gone: the worker does not have them any more, whatever the answer."""
 
     request_id: Count
     keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=HOLDINGS_MAX)]
@@ -273,8 +269,7 @@ class Release(_Message, frozen=True):
     """The lease of an Acquire ends, whole (shard None) or for one shard.
 
     lost: the source has failed. corrupt: segments of that shard which the source has sent with other bytes than were
-    published. refused: the source's address refuses connections. came: what was read of that shard.
-    """
+    published. refused: the source's address refuses connections. came: what was read of that shard."""
 
     request_id: Count
     shard: Count | None = None
@@ -305,8 +300,7 @@ class Target(_Message, frozen=True):
 
     It is the pinned one, if `pins`; else the newest visible one that is not in `refused`, and not below what is
     installed unless that was withdrawn. serial: of the directive under which the follower has refused versions. why:
-    why it has refused the newest of them. failure: why a try since then has failed.
-    """
+    why it has refused the newest of them. failure: why a try since then has failed."""
 
     request_id: Count
     installed: Count
@@ -352,8 +346,7 @@ class Begin(_Message, frozen=True):
 
     Every shard of its replica asks, with the same step and word (the id of this launch, which its ranks share); all
     are answered at once. gone: processes of its former incarnations that have ended, as the worker has found out.
-    waits: until rivals that may be alive are declared dead; else the answer names them at once.
-    """
+    waits: until rivals that may be alive are declared dead; else the answer names them at once."""
 
     request_id: Count
     step: Step
@@ -413,8 +406,7 @@ class Alive(_Message, frozen=True):
     It comes without a heartbeat when a directive is decided, when a reader has got other bytes from this worker than
     were published (`doubted` names the shard and its segments), when a reader has lost its lease on this worker because
     it got nothing under it for too long (`idle` names it), or when the worker is asked to read a version and to `hold`
-    a copy of it for others. All of this is one message, so that older workers can read it.
-    """
+    a copy of it for others. All of this is one message, so that older workers can read it."""
 
     resend: Requests = ()
     directive: Directive | None = None
@@ -438,8 +430,7 @@ class Done(_Message, frozen=True):
 class Unpublished(_Message, frozen=True):
     """Answers an Unpublish: no lease is left. cut_off: readers whose leases ended only because of the deadline.
 
-    must_retain: this is the last copy of a retained version: move it to host memory and serve it from there.
-    """
+    must_retain: this is the last copy of a retained version: move it to host memory and serve it from there."""
 
     request_id: Count
     cut_off: Annotated[tuple[WorkerName, ...], msgspec.Meta(max_length=65536)] = ()

@@ -53,8 +53,7 @@ class Prepared(msgspec.Struct, frozen=True):
 class Arrived(msgspec.Struct, frozen=True):
     """A segment is in place; intact: its digest is the manifest's. waited: it had to reach its source first.
 
-    tensors: those that have bytes in it, where it is not intact. by_delta: what has changed in it came.
-    """
+    tensors: those that have bytes in it, where it is not intact. by_delta: what has changed in it came."""
 
     shard: int
     session: bytes

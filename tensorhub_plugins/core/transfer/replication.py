@@ -44,8 +44,7 @@ class Replication:
     algorithm: the only digest algorithm that is accepted; None: any.
 
     deadline: an instant on the clock of `now`. timeout_s: the same as seconds, for errors. grows: the caller has given
-    no deadline, and each shard extends it by the time for its size, each segment to TIMEOUT_S from then.
-    """
+    no deadline, and each shard extends it by the time for its size, each segment to TIMEOUT_S from then."""
 
     version: int
     at_least: int

@@ -13,8 +13,7 @@ class ReplicateReport:
     verified). sources: "replica/shard" -> bytes that were read from it, fewer where not all was wanted. transports:
     name -> bytes; ways: "same_host shm" -> bytes. losses: the sources that failed on the way, and why. wire_size_bytes:
     what was sent for these bytes; delta_size_bytes: as many of them came as deltas. What was in place is in none of
-    these. reads: source -> seconds until its last byte had come, and for how many of these it had not got it itself.
-    """
+    these. reads: source -> seconds until its last byte had come, and for how many of these it had not got it itself."""
 
     version: int
     layout: str

@@ -49,8 +49,7 @@ class Hub(Protocol):
     def ask(self, make: Callable[[int], messages.Acquire], deadline: float) -> Future[messages.Reply]:
         """Send the request that `make` builds from its number. deadline: on time.monotonic().
 
-        The future holds Granted, or raises what the hub refused with, or HubUnreachable.
-        """
+        The future holds Granted, or raises what the hub refused with, or HubUnreachable."""
 
     def end_lease(
         self,

@@ -62,8 +62,7 @@ def create(
 
     advertise_host: the address of this host that peers reach, for transports that leave it; None: this host only.
     ports: of theirs to listen on, the first that is free; None: what the environment says. limits: for transports with
-    peers in other processes. gate: decides which readers may read; None: all.
-    """
+    peers in other processes. gate: decides which readers may read; None: all."""
     reason = unavailable(name)
     if reason is not None:
         raise UsageError(f"transport {name!r} cannot be used here: {reason}")

@@ -44,13 +44,11 @@ class Shelf(Protocol):
 
     def find(self, key: ShardKey) -> Offer | None:
         """Return the offer of this shard, or None when there is none (any more)."""
-        ...
 
     def await_offer(self, key: ShardKey, as_of: int, deadline: float) -> Offer | None:
         """Do as `find`, but wait for an offer that is about to be made, because this worker was told to read the shard.
 
         Return None at the deadline, an instant of time.monotonic(), and at once when no such offer is to come."""
-        ...
 
 
 def find_offer(shelf: Shelf, key: ShardKey, as_of: int, check: Callable[[], None]) -> Offer:
@@ -78,22 +76,18 @@ class Transport(Protocol):
     @staticmethod
     def available() -> str | None:
         """Return None where this transport works; else the reason why it does not, as half a sentence."""
-        ...
 
     def serve(self, shelf: Shelf) -> str:
         """Serve this shelf in threads of its own from now on; return the endpoint that peers connect to."""
-        ...
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> Link:
         """Connect to a source. `deadline` is a value of time.monotonic(). Raise SourceLost if it is unreachable.
 
         endpoint: of a transport that leaves the host it may be several that lead to the source, with commas between.
         far: it is in another data centre."""
-        ...
 
     def close(self) -> None:
         """Stop serving, cut readers off, end all threads. Idempotent."""
-        ...
 
 
 class Bases(Protocol):
@@ -103,29 +97,23 @@ class Bases(Protocol):
     @property
     def count(self) -> int:
         """Return for how many segments there is a base."""
-        ...
 
     def named(self, segment: int) -> tuple[bytes, ...]:
         """Return the digests of what is here of this segment, at most two."""
-        ...
 
     def forget(self, segment: int) -> None:
         """Forget what the slab held of this segment: it is about to be overwritten."""
-        ...
 
     def patch(self, segment: int, frame: memoryview, views: Sequence[memoryview]) -> list[Step] | None:
         """Make the segment of a base and of the deltas in the frame, in these views, and return the deltas; None: that
         is not possible."""
-        ...
 
     def patched(self, segment: int, steps: Sequence[Step] | None) -> None:
         """Note that the result of these has the digest of what was published, and keep them, for others; None: that
         nothing right came of it."""
-        ...
 
     def pace(self, peer: str) -> Pace:
         """Return how fast this peer was read so far; kept up to date by the link."""
-        ...
 
 
 class LinkProgress:
@@ -134,8 +122,7 @@ class LinkProgress:
     heard_at: its last sign of life, which may be that it waits for bytes itself; an instant of time.monotonic().
     waiting_at: when it last reported that it waits for bytes itself; 0.0: never. A source that waits is not slow.
     delayed_segments: those of this read for which the source had to wait. deltas: those of this read that came as a
-    delta, and its size in bytes. is_kept: the connection has served another link: it may be lost by now, unnoticed.
-    """
+    delta, and its size in bytes. is_kept: the connection has served another link: it may be lost by now, unnoticed."""
 
     def __init__(self, *, is_kept: bool = False) -> None:
         self.is_kept = is_kept
@@ -182,14 +169,12 @@ class Link(Protocol):
         """Begin to read an offer. VersionGone if it is not offered, NotServable if not over this transport.
 
         as_of: the grant's; an offer that was created after it is another one."""
-        ...
 
     def take_loan(self) -> Borrowed | None:
         """Return the source's own memory of what was opened, owned by the caller from now on; None: it lends none.
 
         A slab over it (`Slab.borrow`) may be the target of `read`, which then waits for the segments and digests them.
         """
-        ...
 
     def read(
         self, segments: Sequence[int], target: Slab, moves: Sequence[Move], *, deadline: float, more: More | None = None
@@ -202,21 +187,15 @@ class Link(Protocol):
         moves: which bytes of the source's stream go where in the target's, in the source's order, as `moves.plan` makes
         them; bytes in no move are not wanted. The memory of a segment that was not yielded may hold anything. An
         iterator that is not exhausted costs the link. Once it has ended, for whatever reason, nothing writes into
-        `target` any more. Raises SourceLost.
-        """
-        ...
+        `target` any more. Raises SourceLost."""
 
     def digest(self, segment: int) -> bytes:
         """Return the digest of the bytes received for a segment, unwanted ones too, to compare with the manifest's.
 
-        Valid from the moment `read` yields it until the next `read` or `open`.
-        """
-        ...
+        Valid from the moment `read` yields it until the next `read` or `open`."""
 
     def check(self, *, deadline: float, waits: bool = True) -> bool:
         """End what `open` began; return whether the offer is still the same. waits: False: or that is unknown."""
-        ...
 
     def close(self) -> None:
         """Close the link. Idempotent."""
-        ...

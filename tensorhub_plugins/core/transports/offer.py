@@ -26,24 +26,20 @@ class Sender(Protocol):
 
     def wanted(self) -> None:
         """Note that a reader could take deltas, if not of this version then of the next one."""
-        ...
 
     def find(self, segment: int, bases: Sequence[bytes], rate: float) -> list[Step] | None:
         """Return what turns one of these bases, digests, into this segment; None: it is to be sent whole. rate: bytes a
         second at which that would come; 0: unknown."""
-        ...
 
     def refuse(self, links: Sequence[tuple[bytes, bytes]]) -> None:
         """Forget these deltas, named by what they turn into what: the reader asked for the segment whole after all."""
-        ...
 
 
 class Offer:
     """One published shard, and its readers. Shared by the publisher and all serving threads.
 
     Segments are served once they are marked ready: all at once by a publisher, one by one by a reader that serves what
-    it has verified.
-    """
+    it has verified."""
 
     def __init__(
         self,
@@ -166,8 +162,7 @@ class Offer:
         """Raise the epoch, refuse new readers, cut off the present ones, and return when they have left. Idempotent.
 
         To let readers finish first, end their leases and call `wait_no_readers` before. RuntimeError if a serving
-        thread does not release the memory in timeout_s, which would be a bug: the bytes must not be touched then.
-        """
+        thread does not release the memory in timeout_s, which would be a bug: the bytes must not be touched then."""
         with self._changed:
             if not self._withdrawn:
                 self._withdrawn = True

@@ -26,31 +26,24 @@ class SegmentStream(Protocol):
     @property
     def in_flight(self) -> int:
         """Return how many were started and not yet returned by `finished`."""
-        ...
 
     def request(self, segments: Sequence[int]) -> None:
         """Ask the source for these, without waiting for earlier requests."""
-        ...
 
     def has_input(self) -> bool:
         """Return whether `announced` would return at once."""
-        ...
 
     def announced(self, due: deque[int]) -> list[int]:
         """Take one message of the source; remove from `due`, and return, the segments that it announces."""
-        ...
 
     def start(self, ready: deque[int]) -> bool:
         """Start the first of these, removed from `ready`. Return False if something in flight must finish first."""
-        ...
 
     def finished(self, *, wait: bool) -> list[int]:
         """Return segments whose bytes are in place. wait: wait for one of them, or for input."""
-        ...
 
     def close(self) -> None:
         """End the read, whatever is in flight; return when nothing writes into the target any more."""
-        ...
 
 
 def pump(stream: SegmentStream, segments: Sequence[int], additional: Callable[[int], Sequence[int]]) -> Iterator[int]:

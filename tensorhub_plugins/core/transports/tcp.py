@@ -46,8 +46,7 @@ class TcpTransport(SocketTransport):
 
     streams: connections that a reader opens to one source. offload_size_bytes: segments of at least this size are
     digested, and copied to a device, in another thread while the next one arrives; None picks by the number of cores.
-    limits: when a peer counts as lost, and how many are served.
-    """
+    limits: when a peer counts as lost, and how many are served."""
 
     name = "tcp"
 

@@ -115,8 +115,7 @@ class Finding:
 def check_sync(model: Path, start: Start, **options: Any) -> Iterator[Finding]:
     """Yield findings as they are made; the first of the sync that is wrong is the last. options: of the store.
 
-    Raises UsageError when this model is refused, EngineFailed when vLLM cannot run it.
-    """
+    Raises UsageError when this model is refused, EngineFailed when vLLM cannot run it."""
     with ExitStack() as stack:
         hub = stack.enter_context(start_server())
         trainer = _Trainer(stack.enter_context(Client(hub.address, run=RUN, model=MODEL, replica="doctor")))
@@ -153,8 +152,7 @@ def read_checkpoint(model: Path) -> Weights:
 def noise(weights: Weights) -> Weights:
     """Return another checkpoint: every float differs, and has about the same size, so that nothing overflows.
 
-    The same every time. Integers that are no weights (positions, counters) are kept: their values are addresses.
-    """
+    The same every time. Integers that are no weights (positions, counters) are kept: their values are addresses."""
     return {name: _noise(tensor) for name, tensor in weights.items()}
 
 
@@ -346,8 +344,7 @@ def malformed(weights: Weights) -> Iterator[Malformed]:
     """Yield checkpoints that no trainer should publish, each with one wrong tensor.
 
     One tensor of every kind (equal names but for numbers) is omitted in turn, because an engine detects them in
-    different places; other faults are put into one tensor outside the experts and, if there are any, one of theirs.
-    """
+    different places; other faults are put into one tensor outside the experts and, if there are any, one of theirs."""
     kinds: dict[str, str] = {re.sub(r"\d+", "#", name): name for name in weights}  # the last of every kind
     small = sum(tensor.nbytes for tensor in weights.values()) < MALFORMED_SIZE_BYTES_MAX
     for name in _some(list(kinds.values()), MISSING_MAX if small else 1):
@@ -393,8 +390,7 @@ def _first_line(error: Any) -> str:
 def run(model: Path, settings: Mapping[str, Any]) -> int:
     """Print the findings; return 0: all is well, 1: something is wrong, 2: the model is refused or cannot be run.
 
-    settings: more options of vllm.LLM.
-    """
+    settings: more options of vllm.LLM."""
     status, method = 0, (settings.get("speculative_config") or {}).get("method")
     options = {"draft": "store"} if drafts.is_of_the_model(method) else {}
     try:

@@ -261,8 +261,7 @@ def unpack(content: bytes, folders: Folders) -> tuple[set[str], int]:
     """Write the files of an archive that are missing, each at once; return the names of all, and how many were missing.
 
     Raise VersionRefused for an archive that `pack` does not make; nothing is written then. OSError, of a full disk or a
-    folder that cannot be written, after the other folders.
-    """
+    folder that cannot be written, after the other folders."""
     names: set[str] = set()
     failed: dict[str, OSError] = {}
     written = 0

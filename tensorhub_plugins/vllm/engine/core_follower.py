@@ -181,8 +181,7 @@ def _only_if_whole(core: Any, caches: Caches, original: Any, *args: Any, **kwarg
 async def check_weights(engine: Any) -> None:
     """Raise vLLM's EngineDeadError (HTTP 503 of /health) while the weights must not be used. Call in the API server.
 
-    engine: AsyncLLM. One that is busy, as with an install, is not asked for long, and passes for well.
-    """
+    engine: AsyncLLM. One that is busy, as with an install, is not asked for long, and passes for well."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -313,8 +312,7 @@ class CoreFollower(Follower):
     when "now": at once; requests that are running are kept, and computed anew from their tokens under the new weights.
     "idle": when no request waits or runs, after patience_s at once; a newer version that appears meanwhile is fetched
     instead, and one that is not to be run any more is dropped. While another client has paused the engine, or put it to
-    sleep, nothing is switched; but one that stands still after an update that failed is mended, and stays paused.
-    """
+    sleep, nothing is switched; but one that stands still after an update that failed is mended, and stays paused."""
 
     def __init__(self, core: Core | FirstRank | OneAdapter, joining: WorkerConfig, how: FollowConfig) -> None:
         super().__init__(

@@ -167,8 +167,7 @@ class Follower:
 
         grows: what works may take longer than timeout_s. until: the last version to follow. pins=False: for an engine
         that must have the trainer's newest, whatever is pinned. gate: where all samples of a prompt come from one
-        version.
-        """
+        version."""
         self.engine = engine
         self.target, self.worker = target, worker
         self.origin: Callable[[int], str | None] = lambda version: None  # see `Client.origin`
@@ -463,8 +462,7 @@ class Follower:
 
     async def hold(self, version: int = 0) -> int:
         """Stay with the version that is installed, or with `version` if one is given, until `release`. UpdateFailed
-        when it cannot; one that is broken goes on following then, to be repaired.
-        """
+        when it cannot; one that is broken goes on following then, to be repaired."""
         version = bounded(version, self.until)
         self.is_held = True  # at once: a `release` that comes while this waits is of this
         async with self._one_update:

@@ -23,8 +23,7 @@ def location_of(given: TrainingOptions) -> Location:
     """Return where this process is: what its environment says, then its node's labels, then the options (they are the
     same on every node), then the zone that the cloud has labelled the node with.
 
-    One reader in a data centre reads from afar, and the others from it.
-    """
+    One reader in a data centre reads from afar, and the others from it."""
     labels = node_labels()
     marked = {part: labels.get(f"{LABEL_PREFIX}{part.replace('_', '-')}", "") for part in ("data_center", "rack")}
     zone = {"data_center": "/".join(labels[name] for name in ZONE_LABELS if labels.get(name))}

@@ -24,8 +24,7 @@ def of_replicas(
     """Return how many there are, and by how many steps they are behind the newest version, at least one for a version
     of an earlier attempt.
 
-    refused: how many cannot install it; published: by the trainer, which may be more than any of them has.
-    """
+    refused: how many cannot install it; published: by the trainer, which may be more than any of them has."""
     newest = max(published, *(one.version for one in serving)) if serving else published
     lags = [steps_behind(one.version, newest) for one in serving]
     return {
@@ -65,8 +64,7 @@ def of_updates(updates: Iterable[Mapping[str, Any]], trainer: str) -> dict[str, 
     """Return the slowest pull and pause in seconds, the share of all bytes that came from other replicas than the
     trainer, and how many bytes came from how far, and over RDMA, and were sent for all of them.
 
-    updates: of each replica, as its heartbeat says: pull_s, pause_s, sources and ways (of the bytes it has read).
-    """
+    updates: of each replica, as its heartbeat says: pull_s, pause_s, sources and ways (of the bytes it has read)."""
     given = list(updates)
     sources = [update.get("sources") or {} for update in given]
     ways = sum((Counter(update.get("ways") or {}) for update in given), Counter[str]())

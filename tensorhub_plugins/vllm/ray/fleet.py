@@ -49,8 +49,7 @@ _owned: dict[str, tuple[Any, Any]] = {}  # Ray ends an actor when its last handl
 def start(launcher: Launcher, options: TrainingOptions) -> Any:
     """Start the fleet's actor in a process that lives as long as the run; called again, return the same one.
 
-    Raise UsageError for a policy that cannot be used.
-    """
+    Raise UsageError for a policy that cannot be used."""
     if options.fleet_policy is not None:
         policy.load(options.fleet_policy)
     job = ray.get_runtime_context().get_job_id()
@@ -106,8 +105,7 @@ class Fleet:
         timeout_s: then what is under way is given back, and goes on elsewhere. node: an address, a host's name, or
         Ray's id: nothing is started there any more, and what ran there comes back elsewhere; external servers whose
         address names it leave for good. now: also if too few others are ready, fleet_min or one; else a member that is
-        drained by its name goes on until they are. A node goes away: its members never wait.
-        """
+        drained by its name goes on until they are. A node goes away: its members never wait."""
         if (name is None) == (node is None):
             raise UsageError("drain: give a member's name or a node, one of the two")
         if node is not None:
@@ -147,8 +145,7 @@ def find(job: str | None = None, address: str | None = None) -> Fleet:
     """Return the fleet of a run on a Ray cluster. Raise UsageError if there is none.
 
     job: Ray's id of it, where several have a fleet; address: of the cluster, "host:port"; None: the one that this
-    machine belongs to.
-    """
+    machine belongs to."""
     fleets = find_all(job, address)
     if len(fleets) > 1:
         listed = _listed([fleet.job for fleet in fleets])

@@ -108,30 +108,22 @@ class Launcher(Protocol):
         spare: it follows nothing until `join`, needs no weights, and its heartbeats say so.
 
         Looks for free resources first and never waits for a placement group without limit. May be cancelled: `stop` is
-        called then, as after an error.
-        """
-        ...
+        called then, as after an error."""
 
     async def join(self, name: str, handle: Any) -> None:
         """Have a spare follow, as any other replica. Called again where Ray has started it again, and where it does."""
-        ...
 
     async def start_external(self, name: str, url: str) -> Any:
         """Return an actor that stands for this server, once the server answers."""
-        ...
 
     async def abort(self, name: str, handle: Any) -> None:
         """Have it give back what is under way: partial answers, where the framework understands them."""
-        ...
 
     async def stop(self, name: str, handle: Any | None) -> None:
         """End it and give back all it used: follower, clients (which say Bye), actor, placement group.
 
         Called for members of every kind, also for those whose node is lost. handle None: `start` did not return; what
-        it has made is found by name. Called again if it raises; what is not there any more is no error.
-        """
-        ...
+        it has made is found by name. Called again if it raises; what is not there any more is no error."""
 
     def slots(self, avoid: Collection[str]) -> int:
         """Return how many more replicas would fit now, without these nodes. Called in a thread."""
-        ...

@@ -40,8 +40,7 @@ def free_resources(view: View) -> int:
 class QueueLength:
     """So many that each has at most `per_replica` requests; fewer when half would have been enough for `patience_s`.
 
-    Training steps between batches, in which there are no requests, are shorter than that.
-    """
+    Training steps between batches, in which there are no requests, are shorter than that."""
 
     def __init__(self, per_replica: float = 16, patience_s: float = 600) -> None:
         if per_replica <= 0:

@@ -33,11 +33,9 @@ class Dispatcher(Protocol):
 
     def seen(self) -> Reported:
         """Return what is to be reported now."""
-        ...
 
     def apply(self, told: Collection[str], roster: Sequence[Entry]) -> None:
         """Use the replicas in the roster and no others. told: the names that were reported."""
-        ...
 
 
 class Reporter:

@@ -25,8 +25,7 @@ COMMON = ("CPU", "memory", "object_store_memory", "node")  # resources for which
 def slots(bundles: Sequence[Mapping[str, float]], *, avoid: Collection[str] = (), same_node: bool = True) -> int:
     """Return how many times these bundles of resources would fit now.
 
-    avoid: nodes, by Ray's ids; same_node: all bundles of one replica go to one node.
-    """
+    avoid: nodes, by Ray's ids; same_node: all bundles of one replica go to one node."""
     nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(avoid)
     free = ray._private.state.available_resources_per_node()
     return count([free[node] for node in sorted(nodes & free.keys())], bundles, same_node=same_node)
@@ -96,8 +95,7 @@ def reserve_all(
     """Placement groups of these names, each with these bundles, on other nodes than these: all of them or none.
 
     Blocks for seconds, at most RESERVE_TIMEOUT_S. DeadlineExceeded: nothing is held; also when a part was there and the
-    rest did not come, because what has the rest may wait for just that part.
-    """
+    rest did not come, because what has the rest may wait for just that part."""
     elsewhere = {NODE_LABEL: f"!in({', '.join(sorted(avoid))})"}
     selector = [elsewhere] * len(bundles) if avoid else None
     groups: list[Any] = []
@@ -145,8 +143,7 @@ def verdict(ready: int, wanted: int, waited_s: float, partly_s: float) -> Litera
     """Return what becomes of so many places out of those that were asked for together. PURE.
 
     partly_s: for how long some were there, and not all. What holds a part returns it soon: two that hold a part each
-    would keep each other out.
-    """
+    would keep each other out."""
     if ready == wanted:
         return "take"
     if waited_s >= RESERVE_TIMEOUT_S or (ready and partly_s >= PART_TIMEOUT_S):

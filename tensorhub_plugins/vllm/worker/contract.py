@@ -68,8 +68,7 @@ class Rehearsal:
 
     used: the tensors from which they took something. tied: two that fill the same place, so that they must be equal.
     ignored: biases of layers that have none here although their weights were used, so that they must be zero (or the
-    same as another that is used). plan: what this worker needs of them, and where it goes; None: unknown.
-    """
+    same as another that is used). plan: what this worker needs of them, and where it goes; None: unknown."""
 
     shapes: Shapes
     used: frozenset[str]
@@ -89,8 +88,7 @@ class Contract:
     def check(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
         """Raise VersionRefused if a checkpoint was accepted and these are not its tensors.
 
-        shapes: the published ones, where only a region of some tensors is here.
-        """
+        shapes: the published ones, where only a region of some tensors is here."""
         accepted = self._accepted
         if accepted is None:
             return
@@ -197,8 +195,7 @@ def _compare(accepted: Rehearsal, shapes: Shapes) -> None:
 def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> Rehearsal:
     """Run the model's loaders over these tensors without changing the model.
 
-    Raise VersionRefused, naming the tensor or the parameter, for a checkpoint that would not fill the model.
-    """
+    Raise VersionRefused, naming the tensor or the parameter, for a checkpoint that would not fill the model."""
     from vllm.config import set_current_vllm_config
 
     ends = partial(ends_of, parallel_ranks(vllm_config))
@@ -328,8 +325,7 @@ class _Recorder(TorchDispatchMode):
     def left_over(self, ends: Callable[[str], tuple[bool, bool]]) -> list[str]:
         """Return the tensors of which the loaders took only a part, although no other rank takes the rest.
 
-        Of a tensor that ranks share, the first one takes the first element and the last one the last.
-        """
+        Of a tensor that ranks share, the first one takes the first element and the last one the last."""
         found = []
         for name, boxes in self._taken.items():
             size = self._tensors[name].numel()

@@ -96,8 +96,7 @@ class Conversion:
         some layers need it.
 
         Raises NotEnough for a checkpoint that has to arrive whole, whatever a loader raises, or UsageError for a model
-        whose updates are shown to be wrong; its weights are mixed then.
-        """
+        whose updates are shown to be wrong; its weights are mixed then."""
         given = checkpoint if isinstance(checkpoint, Given) else Given.of(checkpoint)
         if not self._steps.all("a checkpoint like the last", self._tried == given.shapes):
             self._try(given)

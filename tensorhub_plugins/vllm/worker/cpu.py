@@ -28,8 +28,7 @@ AMX_MLA = {"W_K": "_w_uk_packed", "W_V": "_w_uv_packed", "W_K_scale": "_w_scale"
 def live_layers() -> Iterator[None]:
     """Have unquantized CPU layers, and MLA, that finish loading inside compute with visible weights from then on.
 
-    Open around load_model and around a reload. Does nothing on other platforms.
-    """
+    Open around load_model and around a reload. Does nothing on other platforms."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

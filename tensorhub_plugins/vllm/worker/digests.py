@@ -23,8 +23,7 @@ def of_live(model: torch.nn.Module, vllm_config: Any) -> dict[str, Any]:
 def verify(worker: str, model: torch.nn.Module, layout: str, shard: int, installed: Staged) -> bool:
     """Record the digests of what was installed; return False if the live weights are not what a peer has sent.
 
-    The caller ensures that nothing writes the weights meanwhile.
-    """
+    The caller ensures that nothing writes the weights meanwhile."""
     version, report = installed.version, installed.report
     algorithms = {} if report is None else report.algorithms
     live = Slab.adopt(weights.tensors(model))

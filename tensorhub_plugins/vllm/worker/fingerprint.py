@@ -23,8 +23,7 @@ from tensorhub_plugins.vllm.worker import weights
 def fingerprint(model: torch.nn.Module, vllm_config: Any, *, ranks: Mapping[str, int]) -> bytes:
     """Return 32 bytes that are equal for two workers exactly when their runtime tensors may be copied raw.
 
-    `ranks`: this worker's position in its parallel groups (see `parallel_ranks`).
-    """
+    `ranks`: this worker's position in its parallel groups (see `parallel_ranks`)."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -55,8 +54,7 @@ def fingerprint(model: torch.nn.Module, vllm_config: Any, *, ranks: Mapping[str,
 def replica_layout(fingerprints: Iterable[bytes]) -> str:
     """Return the layout string of a replica, from the fingerprints of its workers in shard order.
 
-    All workers of a replica publish under this one string; tensors are compared one by one on top of it.
-    """
+    All workers of a replica publish under this one string; tensors are compared one by one on top of it."""
     return "runtime:" + hashlib.sha256(b"".join(fingerprints)).hexdigest()[:32]
 
 
@@ -75,8 +73,7 @@ def parallel_ranks(vllm_config: Any) -> dict[str, int]:
 def ends_of(ranks: Mapping[str, int], name: str) -> tuple[bool, bool]:
     """Return whether this worker is the first, and the last, of those that share this tensor of a checkpoint.
 
-    Data parallel ranks share experts as tensor parallel ones do, and have the rest in full.
-    """
+    Data parallel ranks share experts as tensor parallel ones do, and have the rest in full."""
     shared_by = ("tp", "dp") if ".experts." in name else ("tp",)
     places = [(ranks[place], ranks[f"{place}_size"]) for place in shared_by if place in ranks]
     return all(rank == 0 for rank, _ in places), all(rank == size - 1 for rank, size in places)
@@ -92,8 +89,7 @@ def group_of(place: str) -> Any:
 def _kernels(model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Yield the kernels that each layer chose, because they decide how its weights are packed.
 
-    Names of classes, enums and flags only: nothing that may differ between two equal engines, such as addresses.
-    """
+    Names of classes, enums and flags only: nothing that may differ between two equal engines, such as addresses."""
     for name, module in model.named_modules():
         choices: list[str] = []
         for role in ("quant_method", "scheme", "impl"):

@@ -75,8 +75,7 @@ class Held(NamedTuple):
 class Piece(NamedTuple):
     """A copy: the box `taken` of the checkpoint tensor `source` becomes the box `written` of the parameter `target`.
 
-    Both boxes have one shape; their offsets count from the beginning of the tensor.
-    """
+    Both boxes have one shape; their offsets count from the beginning of the tensor."""
 
     source: str
     taken: Box
@@ -195,8 +194,7 @@ def regions_of(boxes: Iterable[Box], whole: Sequence[int]) -> tuple[Region, ...]
     """Return the fewest regions of a contiguous tensor of this shape that hold exactly these views of it; for more than
     REGIONS_MAX, the smallest one around all.
 
-    A view whose axes are not the tensor's counts as all the rows from its first element to its last.
-    """
+    A view whose axes are not the tensor's counts as all the rows from its first element to its last."""
     found = {_around(box, tuple(whole)) for box in boxes} or {whole_region(whole)}
     before = 0
     while len(found) != before:
@@ -288,8 +286,7 @@ class Given:
     """A checkpoint of which perhaps only regions are here, as whole tensors or by boxes.
 
     held: by tensor, its regions. shapes: as they were published, of all tensors. plan: how this worker would use a
-    whole one.
-    """
+    whole one."""
 
     def __init__(self, held: Mapping[str, Sequence[Held]], shapes: Shapes, *, plan: Plan | None = None) -> None:
         self.held, self.shapes, self.plan = held, shapes, plan

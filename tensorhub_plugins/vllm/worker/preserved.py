@@ -19,8 +19,7 @@ REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # the r
 def preserved(model: torch.nn.Module, *, always: bool = False) -> Iterator[None]:
     """Put every module, and what computes for it, back as it was when the block fails (or always).
 
-    This restores the same tensors, attributes and loaders; not the bytes.
-    """
+    This restores the same tensors, attributes and loaders; not the bytes."""
     from vllm.model_executor.model_loader.reload.layerwise import LOADING_LAYERS, get_layerwise_info
 
     owners: list[Any] = list(model.modules())

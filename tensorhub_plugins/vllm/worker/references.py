@@ -42,8 +42,7 @@ def rebound_references(model: torch.nn.Module) -> AbstractContextManager[None]:
 def rebind(root: Any, moved: list[tuple[torch.Tensor, torch.Tensor]], *, skip: set[int]) -> int:
     """Replace each tensor in an old one's memory, wherever `root` refers to it, by the same view of the new one.
 
-    moved: pairs (old, new) of equal shape and strides. skip: ids of objects that are not entered. Returns how many.
-    """
+    moved: pairs (old, new) of equal shape and strides. skip: ids of objects that are not entered. Returns how many."""
     places = {
         old.untyped_storage().data_ptr(): (old, new)
         for old, new in moved

@@ -34,8 +34,7 @@ def reload_checkpoint(
     The checkpoint must fill the model (see contract.py), or these layers of it: the others keep what they have, and
     attention layers derive their values again. in_place: parameters that loaders fill to the last element, which are
     loaded where they are, if vLLM computes with them as they are loaded. When anything raises, the model has its live
-    tensors back and can be reloaded again; their bytes are mixed. The caller ensures that nothing is computed then.
-    """
+    tensors back and can be reloaded again; their bytes are mixed. The caller ensures that nothing is computed then."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -117,8 +116,7 @@ def loaded_in_place(model: torch.nn.Module, names: Collection[str]) -> Iterator[
 def without_false_alarms() -> Iterator[None]:
     """Suppress vLLM's warning about every layer that a checkpoint does not fill, such as a rotary embedding.
 
-    A rehearsal has shown before that nothing is missing (contract.py).
-    """
+    A rehearsal has shown before that nothing is missing (contract.py)."""
     layerwise = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
     def passes(record: logging.LogRecord) -> bool:

@@ -51,8 +51,7 @@ class Staged:
     """The bytes that an install will install, or has installed.
 
     fetched None: nothing is in host memory. It is read into the live weights during the install, or (with a report) has
-    been.
-    """
+    been."""
 
     version: int
     fetched: FetchedShards | None = None
@@ -278,8 +277,7 @@ class UpdateState:
         """Return what operators and the engine's owner see, as plain types.
 
         state: "idle", "fetching", "ready" (also during its install), "failed" (Idle with an error), or "broken" (with
-        nothing fetched yet that could repair it).
-        """
+        nothing fetched yet that could repair it)."""
         phase, error, next_version = self.phase, None, None
         match phase:
             case Idle():

@@ -127,8 +127,7 @@ class Updater:
         """Fetch this version in the background; drop what was staged and not installed. grows: as of Client.fetch.
 
         in_place: read it into the live weights during the install, if a peer has this layout (None: as configured, or
-        when they are broken: then only damaged parts are read, and the engine does not generate meanwhile).
-        """
+        when they are broken: then only damaged parts are read, and the engine does not generate meanwhile)."""
         if in_place is None:
             in_place = self.config.install == "direct" or self._state.broken is not None
         self._handle(update_state.StartFetch(version, Deadline.after(timeout_s), in_place, grows))
@@ -188,15 +187,13 @@ class Updater:
 
         A ready worker has done most of it already. Raise DeadlineExceeded, with nothing changed, while the live weights
         are still being copied for peers; VersionRefused for a checkpoint that does not fill this model; UsageError for
-        a model whose weights have been moved.
-        """
+        a model whose weights have been moved."""
         self._prepare(None, Deadline.after(timeout_s), timeout_s)
 
     def install(self, version: int, timeout_s: float) -> dict[str, Any]:
         """Replace the weights while the engine is paused, in all its workers or in none.
 
-        Never raises: "installed" tells whether the model now is this version, "broken" why it must not be used.
-        """
+        Never raises: "installed" tells whether the model now is this version, "broken" why it must not be used."""
         began, deadline = time.monotonic(), Deadline.after(timeout_s)
         refusal: Exception | None = None
         try:
@@ -331,8 +328,7 @@ class Updater:
     def _get_needed(self, version: int, deadline: Deadline) -> Staged | None:
         """Fetch only what this worker needs of a checkpoint; None: unknown, or this one is unlike the last.
 
-        A runtime layout is always fetched whole.
-        """
+        A runtime layout is always fetched whole."""
         needed = self._conversion.wanted()
         staged = None if needed is None else self._get_like_the_last(version, needed, deadline)
         return self._get_first(version, deadline) if staged is None and self._plans_ahead else staged

@@ -64,8 +64,7 @@ class Steps:
     """The coordination of one engine's workers: votes, and what the ranks of a stage do together in between.
 
     A rank that fails there skips to its vote. The others receive that vote in their next step, which raises OutOfStep,
-    and send nothing more. So no rank waits for a missing one, and no vote is mistaken for another.
-    """
+    and send nothing more. So no rank waits for a missing one, and no vote is mistaken for another."""
 
     def __init__(self, gather: Gather, *, together: bool) -> None:
         """Begin before a vote. together: whether there are such steps; if not, workers go on alone between votes."""

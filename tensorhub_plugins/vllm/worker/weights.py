@@ -43,8 +43,7 @@ def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     The tensors are the live ones: writing into them changes the model. All are contiguous: what the model keeps
     transposed is given in the order of its memory, what it keeps with gaps as one flat run with the gaps in it. The
-    fingerprint covers what such bytes mean.
-    """
+    fingerprint covers what such bytes mean."""
     found = dict(all_tensors(model))
     return _joined(without_aliases({name: in_memory_order(tensor) for name, tensor in found.items()}))
 
@@ -96,8 +95,7 @@ def by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def copy_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
     """Copy every source tensor over the live tensor of its name, and wait until the bytes are there.
 
-    Raises UsageError, with nothing written, unless both hold the same names, dtypes and shapes.
-    """
+    Raises UsageError, with nothing written, unless both hold the same names, dtypes and shapes."""
     check_same_tensors(live, source)
     with torch.no_grad():
         copy_all((flat_bytes(tensor), flat_bytes(source[name])) for name, tensor in live.items())
@@ -145,8 +143,7 @@ def checkpoint_view(model: torch.nn.Module, vllm_config: Any) -> dict[str, torch
 
     For unquantized dense models on one worker, whose fused tensors are plain concatenations; without what drafts for
     them. A tied head appears under its own name too, after what it is tied to. So an engine can be compared with what
-    the trainer published, and `conversion` knows where to copy.
-    """
+    the trainer published, and `conversion` knows where to copy."""
     parallel = vllm_config.parallel_config
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
         return None

@@ -112,15 +112,12 @@ class Queue(Protocol):
 
     def poll(self, limit: int) -> list[tuple[int, int]]:
         """Return (number, status) of at most so many completions, in their order."""
-        ...
 
     def arm(self) -> None:
         """Have the next completion generate an event."""
-        ...
 
     def take_event(self) -> None:
         """Consume the event after `fd` was readable."""
-        ...
 
     def close(self) -> None: ...
 
@@ -134,11 +131,9 @@ class Pair(Protocol):
 
     def abort(self) -> None:
         """Move it to the error state."""
-        ...
 
     def post(self, reads: Sequence[Read]) -> None:
         """Post all of them, in this order. The objects are only read here, and may be reused."""
-        ...
 
     def close(self) -> None: ...
 
@@ -152,19 +147,15 @@ class Card(Protocol):
 
     def register_dma_buf(self, fd: int, offset: int, size_bytes: int, address: int) -> Region:
         """Register a part of a dma-buf, which may be closed afterwards. address: its address in device memory."""
-        ...
 
     def make_queue(self, depth: int, *, events: bool) -> Queue:
         """Make a queue for so many completions. events: `arm` will be called."""
-        ...
 
     def make_pair(self, queue: Any, depth: int) -> Pair:
         """Make a queue pair. queue: this card's, for its completions. depth: how many reads may be posted at once."""
-        ...
 
     def close(self) -> None:
         """Close it, and everything that was made from it."""
-        ...
 
 
 class Binding(Protocol):
@@ -172,11 +163,9 @@ class Binding(Protocol):
 
     def load(self) -> object:
         """Load the library. Raise VerbsError that says why it cannot be used here."""
-        ...
 
     def open_card(self, device: str, port: int) -> Card:
         """Open one port of the device of this name."""
-        ...
 
 
 def usable() -> list[Binding]:

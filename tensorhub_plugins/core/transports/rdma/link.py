@@ -424,8 +424,7 @@ def _wait(
     """Wait until something may have been read, or (listens) received, or the connection is cut, or (beside) this
     eventfd is set. Raise Silent when it is too late.
 
-    Returns at once if it has just requested completion events: earlier completions generate none.
-    """
+    Returns at once if it has just requested completion events: earlier completions generate none."""
     pairs = [rail.pair for rail in rails if rail.pair.busy]
     if any([each.arm() for each in pairs]):
         return

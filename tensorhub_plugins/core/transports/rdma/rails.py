@@ -179,8 +179,7 @@ def chunks(
 
     Extents whose pages touch become one piece, with what lies between them; pages in between are never included.
     allocation: returns (first, end) of the allocation that contains an address. No piece spans two: neighbours in a
-    GPU's memory are exported one by one.
-    """
+    GPU's memory are exported one by one."""
     merged: list[tuple[int, int]] = []
     first, end = 0, 0  # the allocation of the last piece
     for _, size_bytes, address in sorted(extents, key=lambda extent: extent[2]):

@@ -135,8 +135,7 @@ class Memory:
 class Nic:
     """One port of a device, opened, and the domain that its memory and queue pairs live in.
 
-    `close` takes effect when the last queue pair has been closed, so that no thread polls a queue that is gone.
-    """
+    `close` takes effect when the last queue pair has been closed, so that no thread polls a queue that is gone."""
 
     def __init__(self, port: Port) -> None:
         """Open the device. Raise VerbsError when that fails."""
@@ -294,8 +293,7 @@ class Ring(Generic[Token]):
     """The free slots of a queue pair's send queue, and the reads that each completion ends.
 
     Only some requests ask for a completion: the last of each read that a caller waits for, and one whenever half the
-    ring has been posted without. Completions of one queue pair come in order, so one stands for all before it.
-    """
+    ring has been posted without. Completions of one queue pair come in order, so one stands for all before it."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth

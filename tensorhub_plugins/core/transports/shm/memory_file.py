@@ -146,8 +146,7 @@ class MappingCache:
         """Return all of this file's memory, to be used in place; None where it is not safe to map it.
 
         is_shared: it is not written to here: it is mapped once, kept like what is read, and pinned for the device. Else
-        the mapping is private: a writer, some model's loader, gets its own copy of the pages that it changes.
-        """
+        the mapping is private: a writer, some model's loader, gets its own copy of the pages that it changes."""
         if not _is_sealed(fd):
             return None
         memory, pinned = None, None

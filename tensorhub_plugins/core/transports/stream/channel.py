@@ -62,8 +62,7 @@ def remaining_buffers(views: list[_Buffer], count: int) -> list[_Buffer]:
 class Channel:
     """A connected stream socket that fills and sends lists of buffers, each call with a deadline (None: no end).
 
-    Not thread-safe but for `cut`, which ends any wait of another thread.
-    """
+    Not thread-safe but for `cut`, which ends any wait of another thread."""
 
     def __init__(self, sock: socket.socket, peer: str, *, stall_s: float) -> None:
         sock.setblocking(True)

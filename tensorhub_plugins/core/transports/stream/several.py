@@ -40,7 +40,6 @@ class RepeatingStream(SegmentStream, Protocol):
 
     def again(self) -> list[int]:
         """Return the segments that are to be asked for again, each once."""
-        ...
 
 
 def pump_all(
