@@ -76,8 +76,7 @@ def _are_its_own(model: torch.nn.Module, own: Mapping[str, Any], steps: Iterable
 
 def shape_of(tensor: Any) -> Iterable[int]:
     """Return the shape of the whole tensor, which ZeRO-3 leaves empty."""
-    shape: Iterable[int] = getattr(tensor, "ds_shape", tensor.shape)
-    return shape
+    return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def _problem(name: str, tensor: Any, ranks: int) -> str:

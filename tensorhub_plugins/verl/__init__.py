@@ -11,11 +11,31 @@ The trainer must be one whose engines have GPUs of their own (checks.py). Option
 from __future__ import annotations
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.verl.config import TESTED_VERL
-from tensorhub_plugins.verl.install import register
+from tensorhub_plugins.verl import driver, routing, steps
+from tensorhub_plugins.verl.config import ROLLOUT, TESTED_VERL
+
+
+def _register() -> None:
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    import tensorhub_plugins.verl.trainer  # noqa: F401  registers the back end
+
+    RolloutReplicaRegistry.register(ROLLOUT, _replica)
+    _ROLLOUT_REGISTRY[(ROLLOUT, "async")] = "verl.workers.rollout.vllm_rollout.ServerAdapter"
+    driver.look_at_configuration()
+    steps.watch()
+    routing.watch_client()
+
+
+def _replica() -> type:
+    from tensorhub_plugins.verl.replica import TensorHubReplica  # imports vLLM
+
+    return TensorHubReplica
+
 
 try:
-    register()
+    _register()
 except ImportError as error:
     raise UsageError(
         f"the installed verl has other plug-in points than {' and '.join(TESTED_VERL)}, with which this adapter was "

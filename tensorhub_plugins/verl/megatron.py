@@ -172,8 +172,7 @@ def why_gathered(engine: Any) -> str:
         engine._tensorhub_shares = _agreed(engine)
         if engine._tensorhub_shares.problem and torch.distributed.get_rank() == 0:
             log.warning("whole tensors are gathered to every trainer rank: %s", engine._tensorhub_shares.problem)
-    problem: str = engine._tensorhub_shares.problem
-    return problem
+    return engine._tensorhub_shares.problem
 
 
 def held_by_rank(engine: Any) -> Iterator[Held]:
@@ -248,8 +247,7 @@ def _by_megatron_bridge(bridge: Any, task: Any, asked: torch.Tensor) -> Iterable
     changed = bridge.maybe_modify_converted_hf_weight(task, dict(made), {})
     if {name: id(tensor) for name, tensor in made.items()} != {name: id(tensor) for name, tensor in changed.items()}:
         raise UsageError(OTHER_NAMES)
-    items: Iterable[tuple[str, torch.Tensor]] = made.items()
-    return items
+    return made.items()
 
 
 def _copied(mapping: Any) -> Any:

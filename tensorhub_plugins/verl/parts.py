@@ -175,8 +175,7 @@ def _held(module: Any, kind: type[Turns] = Turns) -> Iterator[Held]:
 def _as_verl_calls_them(tensors: dict[str, Any], module: Any) -> dict[str, Any]:
     from verl.utils.model import convert_weight_keys
 
-    named: dict[str, Any] = convert_weight_keys(tensors, getattr(module, "_fsdp_wrapped_module", module))
-    return named
+    return convert_weight_keys(tensors, getattr(module, "_fsdp_wrapped_module", module))
 
 
 def as_saved(engine: Any) -> Mapping[str, list[Piece]]:
@@ -187,8 +186,7 @@ def as_saved(engine: Any) -> Mapping[str, list[Piece]]:
     """
     if not hasattr(engine, "_tensorhub_saved"):
         engine._tensorhub_saved = _as_saved(engine)
-    found: Mapping[str, list[Piece]] = engine._tensorhub_saved
-    return found
+    return engine._tensorhub_saved
 
 
 def _as_saved(engine: Any) -> dict[str, list[Piece]]:

@@ -456,8 +456,6 @@ class Session:
                 self._has_seen(version)
             case m.Retain() as retain, m.Done(_, serial) if serial >= self.retain_serial:
                 self.retain, self.retain_serial = retain, serial
-            case _:
-                pass
         self._effects.append(Answered(reply.request_id, reply))
         self._send_unblocked(asked.message, now)
 
@@ -523,8 +521,6 @@ class Session:
             case m.Acquire():
                 if self._welcomed:
                     self._send(m.Release(request_id))
-            case _:
-                pass
         self._send_unblocked(asked.message, now)
         is_silent = self.heard_at <= asked.asked_at or now - self.heard_at > HUB_QUIET_S + 2 * self._late_s
         self._effects.append(Expired(request_id, is_silent, asked.was_sent))

@@ -288,8 +288,6 @@ class Hub:
             case m.Hello():
                 self._hello(session, message, worker, role, now)
                 return
-            case _:
-                pass
         if worker is None:
             if not isinstance(message, m.Bye):
                 self._outbox.send(session, m.Unknown(self.session, now))

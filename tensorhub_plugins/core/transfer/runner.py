@@ -177,8 +177,6 @@ class Transfer:
                 self._unreached.add(session, time.monotonic())
             case events.Opened(_, session, _, slower) if slower and self._unreached.is_first_slow(session, slower):
                 log.warning("%s", printable(slower))
-            case _:
-                pass
 
     def _outcome(self, began: float) -> Outcome:
         ended = time.monotonic()

@@ -434,8 +434,7 @@ class Follower:
             async with self._changed:
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), NEWS_INTERVAL_S)
-        told: dict[str, Any] = msgspec.to_builtins(self._told)
-        return told
+        return msgspec.to_builtins(self._told)
 
     def status_now(self) -> Status:
         of_hub = self.of_hub()
