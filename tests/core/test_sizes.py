@@ -11,22 +11,22 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 4_345,
-    "core/client": 5_705,
+    "core": 4_265,
+    "core/client": 5_680,
     "core/deltas": 685,
-    "core/hub": 5_680,
-    "core/kernels": 560,
-    "core/memory": 3_830,
+    "core/hub": 5_600,
+    "core/kernels": 515,
+    "core/memory": 3_805,
     "core/operations": 1_820,
     "core/protocol": 1_193,
     "core/security": 720,
-    "core/transfer": 1_974,
-    "core/transports": 7_285,
-    "openrlhf": 2_580,
-    "verl": 4_262,
-    "vllm": 9_122,
-    "vllm/doctor": 860,
-    "vllm/worker": 5_798,
+    "core/transfer": 1_925,
+    "core/transports": 7_095,
+    "openrlhf": 2_545,
+    "verl": 4_215,
+    "vllm": 9_070,
+    "vllm/doctor": 800,
+    "vllm/worker": 5_790,
 }
 ROOM, ROOM_LINES = 0.1, 150  # below a ceiling, as a part of it or in lines: for changes that need no reason
 INIT_LINES_MAX = 40  # of a file beside the folders: __init__.py
