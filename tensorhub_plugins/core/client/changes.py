@@ -11,8 +11,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 
 import numpy as np
@@ -191,7 +191,7 @@ class Changes:
             before, after = (offer.slab.readable(*new.manifest.segment_range(segment)) for offer in (old, new))
             return self._difference(new.manifest, segment, before, after)
 
-        with suppress(VersionGone, UsageError), _Reading(old), _Reading(new):
+        with suppress(VersionGone, UsageError), _reading(old), _reading(new):
             return self.deltas.made(base, wanted, make, rate=rate)
         return None
 
@@ -307,25 +307,21 @@ class Bases:
         return found is not None and self._copy(found, segment, views)
 
     def _copy(self, offer: Offer, segment: int, views: Sequence[memoryview]) -> bool:
-        with suppress(VersionGone), _Reading(offer):
+        with suppress(VersionGone), _reading(offer):
             offer.check_memory(segment)
             copy_views(offer.slab.readable(*self._manifest.segment_range(segment)), views)
             return True
         return False
 
 
-class _Reading:
-    """Keeps an offer's memory from being reused. Only for moments: a withdrawal waits for them."""
-
-    def __init__(self, offer: Offer) -> None:
-        self._offer = offer
-        self._reader = -1
-
-    def __enter__(self) -> None:
-        self._reader = self._offer.attach(lambda: None)
-
-    def __exit__(self, *_: object) -> None:
-        self._offer.detach(self._reader)
+@contextmanager
+def _reading(offer: Offer) -> Iterator[None]:
+    """Keep an offer's memory from being reused. Only for moments: a withdrawal waits for them."""
+    reader = offer.attach(lambda: None)
+    try:
+        yield
+    finally:
+        offer.detach(reader)
 
 
 def spans_of(manifest: Manifest, segment: int) -> list[Span]:
