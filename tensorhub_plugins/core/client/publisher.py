@@ -111,6 +111,9 @@ class Publisher(OfThisProcess):
     missing, new or changed, and nothing is published. The tensors of all ranks are compared, as every rank sees them
     all: a tensor may be assigned to another rank than before."""
 
+    _call: object = None  # the last publish
+    _abandoned: object = None  # the last one that was abandoned
+
     def __init__(
         self,
         client: Client,
@@ -159,7 +162,7 @@ class Publisher(OfThisProcess):
             self._reserve(self._plain(self._pieces_of(map(self._cast_spec, self._mine))), ahead=True)
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # ahead: held while a version that is over stays for deltas. retiring: started with the first that is over.
-        self._is_publishing, self._is_abandoned, self._ahead = False, False, threading.Lock()
+        self._is_publishing, self._ahead = False, threading.Lock()
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
 
     @property
@@ -263,9 +266,9 @@ class Publisher(OfThisProcess):
     @calls.public
     def settle(self) -> None:
         """Wait for what is published in the background, and raise its error."""
-        if self._coming is not None:
-            calls.wait_for(self._coming)
-            coming, self._coming = self._coming, None
+        if (coming := self._coming) is not None:
+            calls.wait_for(coming)
+            self._coming = None if self._coming is coming else self._coming
             self._last_seconds = coming.result().get(SECONDS)
 
     def _log_failure(self, done: Future[dict[str, float]]) -> None:
@@ -281,8 +284,8 @@ class Publisher(OfThisProcess):
         if self.attempt is None:
             self.begin(check_version(step, "step") - 1)
         self._retain_newest(self.timeout_s)
-        version, started = self.version(step), time.monotonic()
-        deadline, self._is_abandoned = Deadline.after(self.timeout_s), False
+        version, started, mine = self.version(step), time.monotonic(), object()
+        deadline, self._call = Deadline.after(self.timeout_s), mine
         try:
             calls.run(self._end_deltas)
             try:
@@ -292,15 +295,21 @@ class Publisher(OfThisProcess):
                 raise error.within(text, version=version, phase="prepare", timeout_s=self.timeout_s) from error
             deadline = Deadline.after(self.timeout_s) if gathers else deadline
             offer = self._offer_later if self.in_background else self._offer
-            return calls.run(partial(offer, version, taken, started, deadline))
+            return calls.run(partial(offer, version, taken, started, deadline, mine))
         except BaseException:
-            calls.run(self._abandon)
+            calls.run(partial(self._abandon, mine))
             raise
 
-    def _abandon(self) -> None:
+    def _abandon(self, mine: object) -> None:
         """Publish nothing of a failed call later. Return when nothing is copied any more: it is released then."""
-        self._is_abandoned, self._is_publishing = True, False
+        self._abandoned, self._is_publishing = mine, False
         self._queued.finish()
+
+    def _check_alone(self, version: int, mine: object) -> None:
+        """Raise UsageError if another thread has begun to publish: one of the two would be lost without an error."""
+        if self._call is not mine:
+            text = "another thread has begun to publish meanwhile: let one thread publish, one version after the other"
+            raise UsageError(text, version=version)
 
     def _end_deltas(self) -> None:
         """Have the deltas that are made ahead break off: what they kept may be the memory for this version."""
@@ -308,12 +317,15 @@ class Publisher(OfThisProcess):
         if self._ahead.acquire(timeout=AHEAD_S):
             self._ahead.release()
 
-    def _offer_later(self, version: int, taken: Snapshot, started: float, deadline: Deadline) -> dict[str, float]:
+    def _offer_later(
+        self, version: int, taken: Snapshot, started: float, deadline: Deadline, mine: object
+    ) -> dict[str, float]:
         """Call `_offer` in the background; return what is known at once, and how long the previous version took."""
+        self._check_alone(version, mine)
         if self._executor is None:
             self._executor = resources.pool_of(1, "tensorhub-publish")
         size_bytes, self._coming_whole = float(taken.slab.size_bytes), taken.whole
-        self._coming = self._executor.submit(self._offer, version, taken, started, deadline)
+        self._coming = self._executor.submit(self._offer, version, taken, started, deadline, mine)
         self._coming.add_done_callback(self._log_failure)
         self._is_publishing = False
         return {
@@ -322,12 +334,15 @@ class Publisher(OfThisProcess):
             "tensorhub/publish/bytes": size_bytes,
         }
 
-    def _offer(self, version: int, taken: Snapshot, started: float, deadline: Deadline) -> dict[str, float]:
+    def _offer(
+        self, version: int, taken: Snapshot, started: float, deadline: Deadline, mine: object
+    ) -> dict[str, float]:
         slab, whole, parts, downloads = taken
         downloads.wait()
-        if self._is_abandoned:
+        if self._abandoned is mine:
             slab.close()
             return {}
+        self._check_alone(version, mine)
         slab.know_digests(downloads.digests(slab.segment_size_bytes))
         gathered = time.monotonic()
         if self._published and version <= self._published[-1]:

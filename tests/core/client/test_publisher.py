@@ -2,7 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -247,6 +247,27 @@ def test_the_same_step_twice(address):
         rank.publish(1, iter(weights(2).items()))
     assert_equal(read(address, 1)[0], weights(1))
     rank.close()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("fails", [False, True], ids=["is published", "is refused"])
+def test_of_two_threads_that_publish_at_once_none_loses_a_version_without_an_error(address, in_background, fails):
+    with closing(publisher(address, in_background=in_background)) as trainer, ThreadPoolExecutor(1) as other:
+        trainer.publish(1, weights(1).items())
+
+        def meanwhile():
+            yield from list(weights(2).items())[:2]
+            given = {**weights(3), "more": torch.ones(1)} if fails else weights(3)
+            with pytest.raises(UsageError, match="'more'") if fails else nullcontext():
+                other.submit(lambda: (trainer.publish(3, given.items()), trainer.settle())).result(SOON_S)
+            yield from list(weights(2).items())[2:]
+
+        with pytest.raises(UsageError, match="another thread has begun to publish meanwhile"):
+            trainer.publish(2, meanwhile())
+        trainer.publish(4, weights(4).items())  # the control: one after the other
+        trainer.settle()
+        shown = [info.version for info in trainer.client.versions() if info.visible]
+        assert set(shown) - {1} == ({4} if fails else {3, 4})
 
 
 def test_all_ranks_exhaust_the_generator(address):
