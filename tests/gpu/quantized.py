@@ -4,6 +4,8 @@ kernel remembers the tensor of its scale, as vLLM's experts do."""
 from __future__ import annotations
 
 import contextlib
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,38 @@ def quantized(weight: torch.Tensor, block: int = BLOCK) -> tuple[torch.Tensor, t
     scale = blocks.abs().amax((1, 3)).clamp(min=1e-12) / FP8_MAX
     scaled = blocks / scale[:, None, :, None]
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(rows, columns), scale
+
+
+def fp8_experts(folder: Path, *, experts: int, width: int, layers: int = 2) -> Path:
+    """Save a Qwen3 mixture of experts with random weights, whose checkpoint is FP8 by blocks as DeepSeek's and Qwen's
+    own are: Qwen3-30B-A3B has 128 experts of width 2048, and 48 layers."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(1)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=8000, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=width // 128, head_dim=128, num_experts=experts,
+        num_experts_per_tok=min(8, experts // 2), moe_intermediate_size=3 * BLOCK * max(1, width // 1024),
+        norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    made: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            if not name.endswith("_proj.weight"):
+                made[name] = tensor
+                continue
+            made[name], made[f"{name}_scale_inv"] = quantized(tensor)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    save_file(made, folder / "model.safetensors", {"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    described["quantization_config"] = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
 
 
 class Fp8Layer(torch.nn.Module):

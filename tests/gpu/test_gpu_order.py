@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpu_place import CYCLES_A_MS, values
 
+from recipes.bench.gpu.machine import shapes_of
 from tensorhub_plugins.core import Held, Publisher, contiguous_spec
 from tensorhub_plugins.core.device import Device
 
@@ -99,6 +100,47 @@ def test_what_was_queued_before_an_install_reads_the_old_weights(place, clients)
     rollout.replicate({"w": live}, 1)
     assert all(answer() == old for answer in answers)
     assert place.content(live) == place.content(new)
+    place.check()
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])
+def test_a_chain_from_the_optimizer_to_the_next_steps(place, clients, figure, transport):
+    """Weights of a 7B model, by one transport: an optimizer's stream still writes when they are published, in place or
+    in the background, and queued steps still read when they are installed; the next step overwrites what was published.
+    """
+    sizes = enumerate(shapes_of(place.size(28, 1), is_small=not place.is_gpu))
+    shapes = {f"w{number:03}": shape for number, shape in sizes}
+    only = (transport,) if place.is_gpu or transport != "cuda_ipc" else ("cuda_ipc", "shm", "tcp")
+    trainer, rollout = (clients(name, transports=only) for name in ("trainer", "rollout"))
+    trained, live = (
+        {name: place.put(torch.zeros(shape, dtype=torch.bfloat16)) for name, shape in shapes.items()} for _ in range(2)
+    )
+    specs = [contiguous_spec(name, tensor.dtype, tensor.shape) for name, tensor in trained.items()]
+    publisher = Publisher(
+        trainer, rank=0, ranks=1, worker="trainer/0", keep=1, timeout_s=120, model=specs, in_background=True
+    )
+    for version in (1, 2, 3):
+        for number, tensor in enumerate(trained.values()):
+            place.fill_late(tensor, (number + version) % 251, "default", ms=0.1)
+        began = time.perf_counter()
+        if transport == "cuda_ipc":  # which reads where they are
+            trainer.publish(version, trained, copy=False)
+        else:
+            publisher.publish(version, trained.items())
+            publisher.settle()
+        steps = {name: place.read_late(live[name], "forward", ms=20) for name in sorted(live)[:2]}
+        report = rollout.replicate(live, version, serve=False)
+        assert not place.is_gpu or set(report.transports) == {transport}
+        figure(f"the chain by {transport}, s", time.perf_counter() - began)
+        for name, read in steps.items():
+            number = list(trained).index(name)
+            assert values(read()) == ({(number + version - 1) % 251} if version > 1 else {0}), "a queued step saw both"
+        for number, (name, tensor) in enumerate(live.items()):
+            found = tensor.view(torch.uint8).view(-1)[:: place.size(997, 1)]
+            assert values(place.content(found.contiguous())) == {(number + version) % 251}, name
+        if transport == "cuda_ipc":
+            trainer.unpublish(version)  # then the next step may write
+    publisher.close()
     place.check()
 
 

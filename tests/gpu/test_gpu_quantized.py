@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_place import NO_GPU
-from quantized import Fp8Layer, Remembering, quantized
+from quantized import Fp8Layer, Remembering, fp8_experts, quantized
 
 from tensorhub_plugins.core import VersionRefused, copy_all, same_bytes
 from tensorhub_plugins.vllm.worker.contract import Place, rehearse_in
@@ -190,3 +190,28 @@ def test_floats_that_vllm_quantizes_are_synced_as_they_are_loaded(quantization, 
     findings = list(check_sync.check_sync(model, check_sync.starter(settings)))
     assert len(findings) == 6 and not any(finding.wrong for finding in findings), findings
     assert "copied from a peer" in findings[4].what
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize(
+    "where", [pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.heavy)]
+)
+def test_experts_of_an_fp8_checkpoint_are_synced_as_they_are_loaded(where, captures, tmp_path):
+    """A2: vLLM's kernel of FP8 experts remembers scales. Two layers of Qwen3-30B-A3B: reloads, then a raw copy into an
+    engine that has reloaded before, and reloads again; every answer with its log-probabilities."""
+    if (where == "gpu") != torch.cuda.is_available():
+        pytest.skip(NO_GPU if where == "gpu" else "vLLM's CPU build is where there is no GPU")
+    pytest.importorskip("vllm")
+    pytest.importorskip("transformers")
+    from tensorhub_plugins.vllm.doctor import check_sync
+
+    sizes = {"experts": 128, "width": 2048} if where == "gpu" else {"experts": 32, "width": 256}
+    settings: dict[str, Any] = {"enforce_eager": not captures}
+    if where == "gpu":
+        settings["gpu_memory_utilization"] = 0.2
+    model = fp8_experts(tmp_path, **sizes)
+    if theirs := check_sync.runs_without_us(model, settings):
+        pytest.skip(f"vLLM by itself does not run this here: {theirs.strip().splitlines()[-1]}")
+    findings = list(check_sync.check_sync(model, check_sync.starter(settings)))
+    assert len(findings) >= 6 and not any(finding.wrong for finding in findings), findings

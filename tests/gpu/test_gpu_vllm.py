@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.timeout(900)]
 TIMEOUT_S = 60.0
 KIND = "qwen2-untied"
 KV_BYTES = 1 << 30
+JOINING = {"run": "default", "model": "actor", "replica": "fresh"}
 
 
 @pytest.fixture(params=[pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.heavy)])
@@ -72,7 +73,7 @@ def start(folder: Path, hub: Server, is_gpu: bool, **options: Any) -> Any:
     settings = {"extension": None, "load_format": "tensorhub", "model_loader_extra_config": extra}
     if is_gpu:
         settings |= {"enforce_eager": False, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": KV_BYTES}
-    return Engine(folder, **settings, **options)
+    return Engine(folder, **{**settings, **options})
 
 
 def install(engine: Any, version: int) -> dict[str, Any]:
@@ -160,6 +161,33 @@ def test_an_engine_sleeps_between_versions(is_gpu: bool, folders: list[Path], hu
                 assert engine.generate() == answers[-1]
                 check(peer.fetch(version, (layout,), timeout_s=TIMEOUT_S).tensors(), expected)
                 peer.unpublish(version)
+
+
+def test_an_engine_starts_again_that_was_killed_in_mid_install(
+    is_gpu: bool, folders: list[Path], hub: Server, trainer: Client
+) -> None:
+    """kill -9 while its weights are mixed (A19): the next one is refused no memory that the driver still frees, and
+    starts from the version in the midst of which the first one died."""
+    from vllm_engines import checkpoint
+
+    *models, bare = folders
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.92, "kv_cache_memory_bytes": None} if is_gpu else {}
+    trainer.publish(1, checkpoint(models[0]))
+    with start(bare, hub, is_gpu, extension="vllm_faults.FaultyExtension", **options) as engine:
+        old = engine.generate()
+        if is_gpu:
+            assert gpu_place.free_bytes() < 0.12 * torch.cuda.mem_get_info()[1], "the control: it has the memory"
+        trainer.publish(2, checkpoint(models[1]))
+        engine.call("tensorhub_test_die_in_copy", 3)
+        with pytest.raises((EOFError, ConnectionError)):
+            install(engine, 2)
+    with start(bare, hub, is_gpu, **options) as again:
+        assert again.call("tensorhub_poll")["version"] == 2
+        assert again.generate() != old
+        expected = again.call("tensorhub_digests")["runtime"]
+    with start(models[1], hub, is_gpu, model_loader_extra_config={"disk": "only"}) as fresh:
+        assert fresh.call("tensorhub_connect", JOINING | {"hub": hub.address})["shard"] == 0
+        assert fresh.call("tensorhub_digests")["runtime"] == expected
 
 
 def check(found: dict[str, torch.Tensor], digests: dict[str, str]) -> None:

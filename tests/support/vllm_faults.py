@@ -12,7 +12,7 @@ import torch
 from tensorhub_plugins.core.transfer import sharing
 from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.vllm.doctor.check_sync import Patient
-from tensorhub_plugins.vllm.worker import cpu, not_finite, progress, weights
+from tensorhub_plugins.vllm.worker import conversion, cpu, not_finite, progress, weights
 from tensorhub_plugins.vllm.worker.conversion import Conversion
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 
@@ -29,6 +29,18 @@ class FaultyExtension(TensorHubWorkerExtension):
             raise RuntimeError("injected: the copy stopped half way")
 
         weights.copy_tensors = copy_tensors
+
+    def tensorhub_test_die_in_copy(self, after: int) -> None:
+        """Kill this process (SIGKILL) in the next conversion, when so many pieces of the weights have been written."""
+        original = conversion.copy_all
+
+        def copy_all(pairs):
+            for number, pair in enumerate(pairs):
+                if number == after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                original([pair])
+
+        conversion.copy_all = copy_all
 
     def tensorhub_test_fail_reload(self, step: str) -> None:
         """Make the next reload fail: while a loader runs, while a layer is packed, or while the last layers are."""
@@ -100,7 +112,7 @@ class FaultyExtension(TensorHubWorkerExtension):
             return
         original = Conversion.install
 
-        def install(conversion, weights):
+        def install(*_):
             Conversion.install = original
             raise RuntimeError("injected: this worker's conversion failed")
 

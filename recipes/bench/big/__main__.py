@@ -3,7 +3,7 @@
 One rank of a tensor parallel engine, made by vLLM with real layers, installs checkpoints of which it has what its plan
 needs, as after a fetch: with one thread of torch, which is what vLLM leaves its workers. Each measurement is a process
 of its own. With --beside the same runs with the package of another revision, in turns. Kinds: a dense model, a mixture
-of experts, and FP8 by blocks of a checkpoint of floats.
+of experts, FP8 by blocks of a checkpoint of floats, and experts whose checkpoint is FP8 by blocks.
 
     first, later    seconds of the installs, and the same against one memcpy of the worker's slice into memory in use
     passes          bytes that copies wrote and digests read, in slices of this worker, counted in a run of its own
@@ -31,7 +31,7 @@ from typing import Any
 from recipes.bench.results import save
 
 ROOT = Path(__file__).resolve().parents[3]
-KINDS = ("dense", "moe", "fp8")
+KINDS = ("dense", "moe", "fp8", "fp8-moe")
 REAL = {"7B, TP 1": (15.2, 1), "70B, TP 8": (141.0, 8), "235B, TP 8": (470.0, 8), "671B, TP 16": (1342.0, 16)}
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LAYER_GB = {"dense": 0.134, "moe": 0.318, "fp8": 0.151}
+LAYER_GB = {"dense": 0.134, "moe": 0.318, "fp8": 0.151, "fp8-moe": 0.210}
 BLOCK = [128, 128]  # numbers that have one scale
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": BLOCK}
 
 
 def main(kind: str, gb: float, tp: int) -> None:
@@ -35,12 +36,32 @@ def main(kind: str, gb: float, tp: int) -> None:
         from tensorhub_plugins.vllm.worker import cpu
 
         config = of_transformers(kind, round(gb / LAYER_GB[kind]) or 1)
+        shapes = shapes_of_config(config)
+        if kind == "fp8-moe":
+            shapes = in_blocks(shapes)
+            config.quantization_config = FP8
+            if device == "cpu":
+                from vllm.model_executor.layers.quantization import fp8
+
+                fp8.init_fp8_linear_kernel = lambda **settings: Kernel()  # type: ignore[assignment]
         config.save_pretrained(folder)
         with made(Path(folder), Rank(tp, 0), device=device) as (model, vllm_config), cpu.live_layers():
             for parameter in model.parameters():
                 parameter.zero_()
             process_weights_after_loading(model, vllm_config.model_config, torch.device(device))
-            install_twice(model, vllm_config, shapes_of_config(config))
+            install_twice(model, vllm_config, shapes)
+
+
+def in_blocks(shapes: Any) -> dict[str, Any]:
+    """Return the shapes of a checkpoint in FP8 with a scale for each block, as DeepSeek's and Qwen's are."""
+    made: dict[str, Any] = {}
+    for name, (dtype, shape) in shapes.items():
+        is_quantized = name.endswith("_proj.weight")
+        made[name] = (torch.float8_e4m3fn if is_quantized else dtype), shape
+        if is_quantized:
+            blocks = [-(-size // block) for size, block in zip(shape, BLOCK, strict=True)]
+            made[f"{name}_scale_inv"] = torch.float32, torch.Size(blocks)
+    return made
 
 
 def install_twice(model: Any, vllm_config: Any, shapes: Any) -> None:
@@ -78,7 +99,8 @@ def of_transformers(kind: str, layers: int) -> Any:
         config: Any = transformers.LlamaConfig(**common, hidden_size=2048, intermediate_size=8192)
         config.architectures = ["LlamaForCausalLM"]
         return config
-    experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    width = 1024 if kind == "fp8-moe" else 768  # each of 8 ranks has whole blocks
+    experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": width, "norm_topk_prob": True}
     config = transformers.Qwen3MoeConfig(**common, hidden_size=1024, intermediate_size=2048, **experts)
     config.architectures = ["Qwen3MoeForCausalLM"]
     return config
