@@ -15,7 +15,8 @@ from tensorhub_plugins.verl import driver, routing, steps
 from tensorhub_plugins.verl.config import ROLLOUT, TESTED_VERL
 
 
-def _register() -> None:
+def register() -> None:
+    """ImportError where verl has other plug-in points. Twice is fine."""
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -35,7 +36,7 @@ def _replica() -> type:
 
 
 try:
-    _register()
+    register()
 except ImportError as error:
     raise UsageError(
         f"the installed verl has other plug-in points than {' and '.join(TESTED_VERL)}, with which this adapter was "
