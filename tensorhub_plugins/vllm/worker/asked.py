@@ -32,11 +32,12 @@ class Asked:
             self._answer(self._questions.get())
 
     def see_to(self, waited_for: Future[None], timeout_s: float, *, grows: bool) -> None:
-        """Wait for the background, and answer its questions. Raise FutureTimeout. grows: while it works, it goes on."""
+        """Wait for the background, and answer its questions. Raise FutureTimeout. grows: while it works, it goes on:
+        its reads end by themselves, as each piece has its time."""
         began = time.monotonic()
 
         def until() -> Deadline:
-            return Deadline(work.until(began, work.last_at() if grows else began, timeout_s))
+            return Deadline((max(began, work.last_at()) if grows else began) + timeout_s)
 
         waited_for.add_done_callback(lambda _: self._questions.put(None))
         while not waited_for.done():
