@@ -65,6 +65,9 @@ class Engine:
         self.calls.append("resume")
         self.is_paused = False
 
+    async def at_once(self, steps):
+        return await steps()
+
     def departed(self):
         gone, self.gone = self.gone, []
         return gone

@@ -90,7 +90,8 @@ def test_a_version_that_is_given_up_leaves_the_old_one_served(
             def refuse(model: Any, vllm_config: Any, tensors: Any) -> None:
                 raise VersionRefused("not this model's")
 
-            updater._contract = contract.Contract(updater.model, None)  # as if 2 were the first checkpoint it reads
+            # as if 2 were the first checkpoint it reads
+            updater._contract = updater._intake.contract = contract.Contract(updater.model, None)
             monkeypatch.setattr(contract, "rehearse", refuse)
         assert fetch(updater, 2) == "ready"
         if how == "refused":

@@ -24,7 +24,7 @@ CEILINGS = {
     "core/transports": 7_095,
     "openrlhf": 2_545,
     "verl": 4_215,
-    "vllm": 9_070,
+    "vllm": 9_079,
     "vllm/doctor": 800,
     "vllm/worker": 5_790,
 }

@@ -246,6 +246,9 @@ class FakeLLM:
     async def resume(self) -> None:
         self.calls.append("resume")
 
+    async def at_once(self, steps: Any) -> Any:
+        return await steps()
+
     def running(self) -> list[str]:
         return list(self.output_processor.request_states)
 

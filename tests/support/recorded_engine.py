@@ -20,6 +20,9 @@ class RecordedEngine:
     async def resume(self) -> None:
         self.log.append("resume")
 
+    async def at_once(self, steps: Any) -> Any:
+        return await steps()
+
     def running(self) -> list[str]:
         return []
 

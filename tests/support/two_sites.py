@@ -87,6 +87,9 @@ class Engine:
     async def resume(self) -> None:
         self._generates.set()
 
+    async def at_once(self, steps: Any) -> Any:
+        return await steps()
+
     def running(self) -> list[str]:
         return []
 

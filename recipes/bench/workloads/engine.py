@@ -11,7 +11,7 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,8 @@ class Engine:
         self._is_paused = False
         self._collective: Collective | None = None
         os.environ["VLLM_HOST_IP"] = address
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
 
     # --- its start ---
 
@@ -134,6 +135,18 @@ class Engine:
 
     async def resume(self) -> None:
         await self._soon(self._resume)
+
+    async def at_once(self, steps: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Do as `vllm/engine/core.py`: these steps in the engine's thread, without a break."""
+
+        def run() -> Any:
+            try:
+                steps().send(None)
+            except StopIteration as ended:
+                return ended.value
+            raise AssertionError("a step waits for something else than this engine")
+
+        return await self._soon(run)
 
     def running(self) -> list[str]:
         return list(self._running)
@@ -272,4 +285,6 @@ class Engine:
         return self._submit(action).result(TIMEOUT_S)
 
     async def _soon(self, action: Callable[[], Any]) -> Any:
+        if threading.current_thread() is self._thread:
+            return action()
         return await asyncio.wait_for(asyncio.wrap_future(self._submit(action)), TIMEOUT_S)

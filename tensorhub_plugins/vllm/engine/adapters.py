@@ -27,7 +27,7 @@ class OneAdapter:
         self._core, self._name, self._turn = core, name, turn
         self._has_turn = False
         self.is_available, self.is_idle, self.held_by = core.is_available, core.is_idle, core.held_by
-        self.forget, self.running, self.departed = core.forget, core.running, core.departed
+        self.forget, self.running, self.departed, self.at_once = core.forget, core.running, core.departed, core.at_once
         core.spans.setdefault(name, Spans())
 
     @property

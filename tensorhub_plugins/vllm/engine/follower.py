@@ -21,9 +21,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -73,6 +74,9 @@ class Engine(Protocol):
         """Drop what was computed with other weights; raises what keeps it from that."""
 
     async def resume(self) -> None: ...
+
+    async def at_once(self, steps: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Do these steps of the above right after each other, and return what comes of them."""
 
     def running(self) -> Collection[str]:
         """Return the requests that have not ended."""
@@ -380,7 +384,7 @@ class Follower:
 
     async def _install(self, version: int) -> None:
         """Stop the engine, install and resume."""
-        started = time.monotonic()
+        started, was = time.monotonic(), self.version
         self._is_installing, self._was_whole = True, not (self.is_broken or self.is_paused)
         try:
             await self._may_be_busy()
@@ -388,26 +392,32 @@ class Follower:
                 await self.engine.pause()
                 self.is_paused = True
             frozen = set(self.engine.running())
-            how = {"seconds": time.monotonic() - started, "in_flight": len(frozen)}
-            record("pause", worker=self.worker, version=self.version, **how)
-            self.is_broken = True  # until the workers say otherwise
-            results = await self.engine.rpc("tensorhub_install", version, self.timeout_s)
+            how = {"seconds": time.monotonic() - started, "in_flight": len(frozen), "t": time.time()}
+            try:
+                results, here, gone = await self.engine.at_once(partial(self._switch, version))
+            finally:  # before, the pause would last longer for it
+                record("pause", worker=self.worker, version=was, **how)
             failed = [result for result in results if not result["installed"]]
-            self.is_broken = any(result["broken"] for result in results)
-            if not failed:
-                self.version = version
-            running, departed = set(self.engine.running()), set(self.engine.departed())
-            if not self.is_broken:
-                await self._go_on()
             if failed:
                 raise UpdateFailed(str(failed[0]["error"]), version=version, phase="install")
             self.last_update = LastUpdate(self._pull_s, time.monotonic() - started, *_read(results))
             self.updates.append(self.last_update)
-            how = {"seconds": time.monotonic() - started, "in_flight": len(running & frozen)}
-            how["lost"] = len(frozen - running - departed)
+            lost = len(frozen - here - gone)
+            how = {"seconds": time.monotonic() - started, "in_flight": len(here & frozen), "lost": lost}
             record("resume", worker=self.worker, version=version, origin=self.origin(version), **how)
         finally:
             self._is_installing, self._busy_since = False, 0.0
+
+    async def _switch(self, version: int) -> tuple[list[Any], set[str], set[str]]:
+        """Install and resume. Return what the workers say, and before that the requests that ran, and had departed."""
+        self.is_broken = True  # until the workers say otherwise
+        results = await self.engine.rpc("tensorhub_install", version, self.timeout_s)
+        self.is_broken = any(result["broken"] for result in results)
+        self.version = version if all(result["installed"] for result in results) else self.version
+        running, departed = set(self.engine.running()), set(self.engine.departed())
+        if not self.is_broken:
+            await self._go_on()
+        return results, running, departed
 
     async def _go_on(self) -> None:
         """Resume once what was computed with other weights is forgotten; else it stays as it is."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from typing import Any
 
@@ -85,6 +86,9 @@ class FirstRank:
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """Return all workers' answers: those of the first rank, then of the second, and so on, as their shards are."""
         return [worker for rank in await self._all("rpc", method, *args) for worker in rank]
+
+    async def at_once(self, steps: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        return await steps()  # each is one of all ranks, which wait for each other in it
 
     async def held_by(self) -> str:
         return "; ".join(filter(None, await self._all("held_by")))

@@ -44,14 +44,15 @@ class Intake:
         self.conversion = Conversion(model, vllm_config, self.steps)
 
     def given(self, published: Given) -> Given:
-        """Return a checkpoint as this model's loaders want it. Where the model does not compute."""
+        """Return a checkpoint as this model's loaders want it; raise as `Contract.rehearse` does. Where the model does
+        not compute."""
         self.quantizer.learn(published.shapes)
-        return self.quantizer.given(published)
+        given = self.quantizer.given(published)
+        self.contract.rehearse(given.tensors, given.shapes)
+        return given
 
-    def install(self, published: Given) -> str:
-        """Replace all weights by these, and return how; raise as `Contract.rehearse` and `Conversion.install` do."""
-        given = self.given(published)
-        self.contract.rehearse(given.tensors, given.shapes)  # repeated only for a checkpoint read instead
+    def install(self, given: Given) -> str:
+        """Replace all weights by what `given` has returned, and return how; raise as `Conversion.install` does."""
         given.plan = self.contract.plan_for(given.shapes)
         return self.conversion.install(given)
 
@@ -82,9 +83,7 @@ def keep_tried(
     try:
         check()
         given = _on_disk(model, vllm_config)
-        if given is not None:
-            converted = intake.given(given)
-            intake.contract.rehearse(converted.tensors, converted.shapes)
+        given = None if given is None else intake.given(given)
     except Exception as error:  # such as of files that no update could bring
         logger.info("the first update finds out how they are installed: %s", error)
         given = None

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class Updater:
         self._is_leaving = self._grows = False
         self.changed = 0  # another number after each change of the weights
         self._asked = Asked()
+        self._known: tuple[Fetched, plan.Given] | None = None  # the last that `_given` returned, until it is released
         self._plans_ahead = position.shard_count > 1  # else a worker needs everything
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
         try:
@@ -221,11 +223,11 @@ class Updater:
             self._contract.accept()
         staged = self._state.staged
         assert staged is not None
-        layout, unpinned = self.position.layout, None
-        if staged.fetched is not None:
-            layout, unpinned = staged.fetched.layout, staged.fetched.unpinned
+        got = staged.fetched
+        layout, unpinned = (self.position.layout, None) if got is None else (got.layout, got.unpinned)
         how = {"layout": layout, "seconds": time.monotonic() - began, "by": converted_by, "unpinned": unpinned}
-        run_log.record("install", worker=self._name, version=version, **how)
+        record = partial(run_log.record, "install", worker=self._name, version=version, t=time.time(), **how)
+        self._thread.submit(record)  # in its order, and not in the pause
         self._handle(update_state.Installed())
         return self._result(version, began, None, layout)
 
@@ -325,6 +327,14 @@ class Updater:
         given = self._quantizer.given(given)
         self._contract.check(given.tensors, given.shapes)
 
+    def _given(self, fetched: Fetched) -> plan.Given:
+        """Return a fetched checkpoint as this model's loaders want it, or raise VersionRefused. In vLLM's own thread,
+        and first before the pause: its bytes stay what they are, so what was found then is true of them later."""
+        known = self._known
+        if known is None or known[0] is not fetched:
+            known = self._known = fetched, self._intake.given(plan.given_by(fetched))
+        return known[1]
+
     def _get_needed(self, version: int, deadline: Deadline) -> Staged | None:
         """Fetch only what this worker needs of a checkpoint; None: unknown, or this one is unlike the last.
 
@@ -402,7 +412,7 @@ class Updater:
 
     def _drop(self, staged: Staged) -> None:
         """Free bytes that will not be installed, or are not needed any more."""
-        fetched = staged.fetched
+        fetched = self._forget(staged)
         try:
             if fetched is None:
                 if staged.report is not None:  # read in place, and perhaps offered
@@ -415,6 +425,12 @@ class Updater:
             fetched.release()
         except TensorHubError as error:
             logger.warning("%s: version %d was not let go of: %s", self._name, staged.version, error)
+
+    def _forget(self, staged: Staged) -> Fetched | None:
+        """Return what was fetched, of which no views are kept any more."""
+        if self._known is not None and self._known[0] is staged.fetched:
+            self._known = None
+        return staged.fetched
 
     # --- installing, in vLLM's own thread ---
 
@@ -439,8 +455,7 @@ class Updater:
         if staged.fetched is None or staged.fetched.layout == self.position.layout:
             return  # a peer's tensors have been compared, and its weights were complete
         try:
-            given = self._intake.given(plan.given_by(staged.fetched))
-            self._contract.rehearse(given.tensors, given.shapes)
+            self._given(staged.fetched)
         except VersionRefused as error:
             refused = VersionRefused(error.message, version=staged.version)
             self._handle(update_state.Refused(refused))
@@ -468,7 +483,7 @@ class Updater:
         return self._convert(whole.fetched)
 
     def _convert(self, fetched: Fetched) -> str:
-        how = self._intake.install(plan.given_by(fetched))
+        how = self._intake.install(self._given(fetched))
         self._plans_ahead = False  # what is needed is known, or unknowable
         return how
 
@@ -561,7 +576,7 @@ class Updater:
 
     def _drop_source(self, staged: Staged) -> None:
         """Free what was fetched; what we serve of it stays for as long as needed."""
-        fetched, layout = staged.fetched, self.position.layout
+        fetched, layout = self._forget(staged), self.position.layout
         if fetched is None:
             return
         if fetched.converts is not None and self._state.served != staged.version:
