@@ -225,7 +225,8 @@ class Hub:
                 self._outbox.log(f"{due.worker.name}: claim to convert {due.key} has expired")
                 self.registry.remove_claim(due)
             case None:
-                self._check_all()
+                if self.registry.recovers(now):
+                    self._check_all()
             case _:
                 assert_never(due)
 

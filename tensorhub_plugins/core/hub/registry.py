@@ -79,6 +79,7 @@ class Registry:
         self._marks = 0
         self._timers: list[tuple[float, int, Reference]] = []
         self._timers_set, self._timers_max = 0, TIMERS_KEPT_MIN
+        self._recovered = 0  # how many of the times of `schedule_recovery` have come
         self.readers_records_max = RECORDS_OF_READERS_MAX
         self.readers_records = 0  # what workers with a reader's key hold, report and read
         self._deaf: deque[tuple[float, float]] = deque(maxlen=DEAF_KEPT_MAX)  # begin and end of each deaf time
@@ -117,6 +118,12 @@ class Registry:
         """Have the hub try again what it could not answer while it did not know all workers."""
         for later in (self.recovered, self.all_silent_are_dead):
             self.schedule(later, None)
+
+    def recovers(self, now: float) -> bool:
+        """Return whether one of these times has come since this was asked before. Deaf time moves those that have not:
+        a timer may end that was set for an earlier one."""
+        before, self._recovered = self._recovered, (now >= self.recovered) + (now >= self.all_silent_are_dead)
+        return self._recovered > before
 
     def recovering(self, now: float) -> bool:
         """Return whether some workers may not have sent their Hello yet (rule 6)."""

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from hub_scenarios import RUNTIME, Scenario, source_of
 
+from tensorhub_plugins.core.hub.hub import Tick
 from tensorhub_plugins.core.hub.limits import LEASES_PER_SESSION_MAX, HubLimits
-from tensorhub_plugins.core.hub.registry import CLAIM_TIMES_MAX, CONVERTERS_MAX, OWED_MAX, OWED_TIMES
+from tensorhub_plugins.core.hub.registry import CLAIM_TIMES_MAX, CONVERTERS_MAX, OWED_MAX, OWED_TIMES, Registry
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.fields import SECONDS_MAX
@@ -480,3 +481,35 @@ def test_layouts_that_nobody_has_charge_a_bounded_table() -> None:
             story.acquire(f"greedy{number}/0", 1, layouts=layouts, claim=True)
     assert len(history.owed_until) == CONVERTERS_MAX
     assert converts(story, "rollout/0") and converts(story, "late/0")  # nobody waits for whom nothing is kept
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["", "the control: whenever such a timer ends"])
+def test_a_hub_that_is_behind_tries_nothing_again_for_it(old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 65,536 workers that wait it took half a second each time, in which the hub fell behind further."""
+    if old:
+        monkeypatch.setattr(Registry, "recovers", lambda *_: True)
+    story, tried = Scenario(recovering=True), [0]
+    attempt = story.hub._try
+
+    def counted(pending: Any, now: float) -> bool:
+        tried[0] += 1
+        return attempt(pending, now)
+
+    monkeypatch.setattr(story.hub, "_try", counted)
+    for n in range(SMALL):
+        story.join(f"w{n}/0")
+        story.say(f"w{n}/0", m.Wait, version=0, newer_than=0, timeout_s=3600.0)
+    found = []
+    for ends in (story.hub.registry.recovered, story.hub.registry.all_silent_are_dead):
+        tried[0], story.now = 0, ends
+        story._deliver(Tick())
+        found.append(tried[0] >= SMALL)
+        for n in range(SMALL):
+            story.beat(f"w{n}/0", pending=(story.requests[f"w{n}/0"],))
+    assert found == [True, True]  # those that waited for them
+    tried[0] = 0
+    for _ in range(3):
+        story.now += 1.0
+        story._deliver(Tick(deaf_s=0.5))
+        story._deliver(Tick())
+    assert tried[0] == (3 * SMALL if old else 0)
