@@ -152,7 +152,8 @@ class HubLink:
             raise
 
     def _raise_unheard(self, address: str, timeout_s: float) -> NoReturn:
-        if not self._found:
+        is_asking = self._lookup is not None and not self._lookup.done()  # an IP address needs no resolver
+        if not self._found and (self._nameless or is_asking):
             problem = TimeoutError(self._nameless or "the resolver does not answer")
             raise no_way(address, problem) from problem
         why = f" (its name cannot be looked up: {self._nameless})" if self._nameless else ""

@@ -220,7 +220,7 @@ def test_an_endpoint_is_not_blamed_when_its_reader_is_closed_while_it_is_measure
     monkeypatch.setattr(SourceReader, "_open_other", opens)
     read.trainer.publish(1, TENSORS)
     with contextlib.suppress(DeadlineExceeded):
-        read.reader.fetch(1, timeout_s=0.5)
+        read.reader.fetch(1, timeout_s=2.0)
     WAYS.measured("tcp://other:1", 1.0, time.monotonic())
     assert WAYS.unmeasured([*closed, "tcp://other:1"], time.monotonic()), "it may still be the faster one"
 

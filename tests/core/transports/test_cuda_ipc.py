@@ -180,6 +180,7 @@ def test_memory_is_opened_once_for_all_versions_and_closed_with_its_owner(simula
                     manifest = link.open(offer.key, 1, deadline=soon())
                     list(read_equal(link, range(manifest.segment_count), slab, deadline=soon()))
                     link.close()
+                    offer.withdraw()  # else its slab stays open
             assert set(simulation.opened.values()) == {1} and simulation.calls["ipc_close"] == 0
             del offer, of_version, shelf
         tensors.clear()  # what is known of them goes with them, and with that the pipe
