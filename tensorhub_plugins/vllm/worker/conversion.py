@@ -70,7 +70,7 @@ _Place = tuple[str, Box, int, Box | None]  # target, box in it, index of the hel
 
 
 @dataclass(frozen=True)
-class _State:
+class State:
     """The digests, or values, by name."""
 
     weights: dict[str, bytes]
@@ -111,6 +111,15 @@ class Conversion:
     def fits(self, shapes: Shapes) -> bool:
         """Return whether a checkpoint of these shapes was tried."""
         return self._tried == shapes
+
+    def state(self) -> State:
+        """Return the state of all weights, and of what is beside them."""
+        return self._state(_Pieces(self._model, None, frozenset()))
+
+    def changed_since(self, before: State) -> list[str]:
+        """Return the names of what is not as it was then."""
+        now = self.state()
+        return [*_differ(now.weights, before.weights), *_differ(now.hidden, before.hidden)]
 
     def _install(self, given: Given) -> None:
         if self._plan is None:
@@ -197,7 +206,7 @@ class Conversion:
 
     def _trial(
         self, given: Given, plan: Plan | None, process: frozenset[str]
-    ) -> tuple[_State | None, _State | None, _State, frozenset[str]]:
+    ) -> tuple[State | None, State | None, State, frozenset[str]]:
         """Install the checkpoint as one with this plan, whose other layers are copied, and return states 1 to 3 (None:
         there is none, or noise could not be loaded), and the layers in which copies are wrong."""
         pieces = _Pieces(self._model, plan, process)
@@ -296,7 +305,7 @@ class Conversion:
         whole = partial.whole(given, sorted(names) if self._steps.together else names, weights.device_of(self._model))
         return work.counted(progress.of(whole, "the checkpoint is converted", len(names), "tensors"))
 
-    def _state(self, pieces: _Pieces, without: frozenset[str] = frozenset()) -> _State:
+    def _state(self, pieces: _Pieces, without: frozenset[str] = frozenset()) -> State:
         """Return the state of all that is not a piece, and no weight of these layers."""
         live = weights.tensors(self._model)
         own = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
@@ -310,7 +319,7 @@ class Conversion:
         counting = [(name, tensor) for name, tensor in live.items() if layer_of(name) not in without]
         around = ((name, pieces.around(tensor)) for name, tensor in work.counted(counting))
         found = {name: _digests_of(tensor) for name, tensor in around if tensor is not None}
-        return _State(found, hidden)
+        return State(found, hidden)
 
 
 class _Pieces:

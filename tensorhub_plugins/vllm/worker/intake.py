@@ -19,7 +19,7 @@ from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.model_size import folder_of
 from tensorhub_plugins.vllm.names import NAME
-from tensorhub_plugins.vllm.worker import online, reload, weights
+from tensorhub_plugins.vllm.worker import online, reload
 from tensorhub_plugins.vllm.worker.contract import Contract, some
 from tensorhub_plugins.vllm.worker.conversion import Conversion
 from tensorhub_plugins.vllm.worker.plan import Given
@@ -91,10 +91,9 @@ def keep_tried(
         return
     failure: Exception | None = None
     try:
-        before = _digests(model)
+        before = intake.conversion.state()
         intake.install(given)
-        after = _digests(model)
-        if changed := [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]:
+        if changed := intake.conversion.changed_since(before):
             raise UsageError(f"{some(sorted(changed))} are not what they were")
     except Exception as error:
         logger.exception("the first update finds out how they are installed; the weights are read again")
@@ -126,7 +125,3 @@ def _on_disk(model: torch.nn.Module, vllm_config: Any) -> Given | None:
     if getattr(vllm_config.load_config, "safetensors_load_strategy", None) not in LAZY:
         return None
     return Given.of(dict(_loader(vllm_config).get_all_weights(vllm_config.model_config, model)))
-
-
-def _digests(model: torch.nn.Module) -> dict[str, str]:
-    return {name: weights.digest(tensor) for name, tensor in weights.tensors(model).items()}
