@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 import torch
 
-from tensorhub_plugins.vllm.worker import cpu, intake, reload
+from tensorhub_plugins.vllm.worker import cpu, extension, intake, reload
 from tensorhub_plugins.vllm.worker.plan import Given
 
 FILES = {"weight": torch.arange(16.0).reshape(4, 4)}
@@ -69,3 +69,16 @@ def test_what_is_derived_beside_the_weights_is_what_it_was_after_a_trial(kind: t
     intake.keep_tried(model, SimpleNamespace(model_config=None), lambda message: [message])
     assert torch.equal(model.weight, FILES["weight"]) and torch.equal(model.kept[0], FILES["weight"].sum(0))
     assert (intake.KEPT in vars(model)) == (kind is Derives), "the control: what follows at once needs no second read"
+
+
+def test_the_trial_is_made_once_and_not_when_somebody_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other clients may have replaced the weights since, and the trial would have brought those of the files back."""
+    model, tried = Derives(), []
+    monkeypatch.setattr(extension.intake, "is_from_files", lambda config: True)
+    monkeypatch.setattr(extension, "engine_gather", lambda config: (lambda message: [message], 0))
+    monkeypatch.setattr(extension.intake, "keep_tried", lambda *given: tried.append(given[0]))
+    runner = SimpleNamespace(model=model, get_model=lambda: model)
+    worker = SimpleNamespace(model_runner=runner, vllm_config=SimpleNamespace())
+    for _ in range(2):
+        assert extension._begin(lambda: "specs", worker) == "specs"
+    assert tried == [model]

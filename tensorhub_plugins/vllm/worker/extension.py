@@ -76,6 +76,7 @@ from tensorhub_plugins.vllm.worker.votes import ShardPosition, anyone, engine_ga
 logger = get_logger(__name__)
 
 BEGIN = "tensorhub_begin"  # in a model: what gets its first version, once the worker has all of its models
+BEGUN = "tensorhub_begun"  # in a worker: that has been
 
 
 class TensorHubWorkerExtension:
@@ -341,11 +342,12 @@ def _load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _begin(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
-    model = _model(worker)
+    model, is_first = _model(worker), not hasattr(worker, BEGUN)
     begin = vars(model or worker).pop(BEGIN, None)
+    setattr(worker, BEGUN, True)  # asked again later, the weights may be others than those in the files
     if begin is not None:
         begin(draft.of_worker(worker))
-    elif model is not None and attached(worker) is None and intake.is_from_files(worker.vllm_config):
+    elif is_first and model is not None and attached(worker) is None and intake.is_from_files(worker.vllm_config):
         gather, _ = engine_gather(worker.vllm_config)
         intake.keep_tried(model, worker.vllm_config, gather, partial(_check_supported, model, worker.vllm_config))
     return original(*args, **kwargs)
