@@ -55,6 +55,7 @@ def serve(pipe: Any, kind: str, size_bytes: int, transport: str) -> None:
                 shelf.put(offer)
             elif what == "free":
                 served.close()
+                offer.withdraw()  # else its slab stays open
                 slab.close()
                 offer, slab, shelf = None, None, None
                 weights.clear()
