@@ -15,6 +15,7 @@ from vllm_engines import Engine, EngineError, checkpoint, wait_until
 from vllm_toys import Engines, Toy, conversion, engines, toy_checkpoint
 
 from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.vllm.worker import weights
 from tensorhub_plugins.vllm.worker.addresses import ELSEWHERE, Addresses, check_config, check_copies
 
 __all__ = ["conversion", "engines"]
@@ -108,6 +109,42 @@ def test_weights_that_have_moved_are_named(move: Callable[[Layers], None]) -> No
     move(model)
     with pytest.raises(UsageError, match=r"layers\.1\.weight"):
         addresses.check()
+
+
+class Wrapped(torch.nn.Module):
+    """As vLLM wraps a layer for LoRA adapters."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = layer
+
+
+def test_names_are_made_only_for_a_model_that_is_not_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were, twice in every pause."""
+    model, made = Layers(), []
+    addresses, all_tensors = Addresses(model), weights.all_tensors
+    first = addresses.tensors()
+    monkeypatch.setattr(weights, "all_tensors", lambda *args: made.append(1) or all_tensors(*args))
+    addresses.check(search=False)
+    assert not made and addresses.tensors() is first
+    changes: list[Callable[[], object]] = [
+        lambda: model.layers.__setitem__(1, Wrapped(model.layers[1])),
+        lambda: model.layers[0].register_buffer("late", torch.ones(3)),
+        lambda: setattr(model.layers[0], "W_UV", torch.ones(3)),
+        lambda: setattr(model.layers[0], "W_UV", torch.ones(3)),
+        lambda: model.layers[0].register_parameter("later", torch.nn.Parameter(torch.ones(2))),
+    ]
+    for change in changes:
+        change()
+        made.clear()
+        addresses.check(search=False)
+        assert made == [1]
+        found = addresses.tensors()
+        where = {name: tensor.data_ptr() for name, tensor in weights.tensors(model).items()}
+        assert {name: tensor.data_ptr() for name, tensor in found.items()} == where
+        made.clear()
+        addresses.check(search=False)
+        assert not made and addresses.tensors() is found
 
 
 def test_what_is_derived_may_be_replaced_where_no_graph_was_captured() -> None:

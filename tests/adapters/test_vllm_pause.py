@@ -21,7 +21,7 @@ from tensorhub_plugins.core import CHECKPOINT, Slab, UsageError, run_log
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.vllm.engine.core import INSTALL
 from tensorhub_plugins.vllm.engine.follower import Follower
-from tensorhub_plugins.vllm.worker import contract, plan
+from tensorhub_plugins.vllm.worker import addresses, contract, plan, weights
 
 __all__ = ["conversion", "engine", "engines"]  # fixtures
 
@@ -124,9 +124,12 @@ def test_in_the_pause_nothing_is_done_but_the_copy(
             (run_log, ("_write",)),
             (contract.Contract, ("rehearse",)),
             (plan, ("given_by",)),
+            (weights, ("tensors",)),
+            (addresses, ("check_copies", "_addresses")),
         ):
             for name in names:
                 watch(owner, name)
         assert updater.install(2, TIMEOUT_S)["installed"]
     assert value(updater) == 2.0
-    assert done == ([] if prepared or layout == LAYOUT else ["given_by", "rehearse"])
+    expected = ["check_copies", *(["given_by", "rehearse"] if layout == CHECKPOINT else [])]
+    assert done == ([] if prepared else expected)

@@ -129,6 +129,34 @@ def test_scalars_follow_their_buffers() -> None:
     assert layer._k_scale_float == 0.25
 
 
+def test_scalars_are_read_at_once_and_no_layer_is_asked_for_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number by itself waits for its device, and torch makes an error of each question: while the engine stands
+    still."""
+    model, asked = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4)), []
+    for layer in model:
+        for name, dtype in (("_q_scale", torch.float32), ("_k_scale", torch.float64), ("_v_scale", torch.float32)):
+            layer.register_buffer(name, torch.ones(1, dtype=dtype))
+            setattr(layer, f"{name}_float", 1.0)
+    for number, buffer in enumerate(model.buffers()):
+        buffer.fill_(number + 0.5)
+    look, read = torch.nn.Module.__getattr__, torch.Tensor.tolist
+
+    def counted(module: torch.nn.Module, name: str) -> Any:
+        try:
+            return look(module, name)
+        except AttributeError:
+            asked.append(name)
+            raise
+
+    monkeypatch.setattr(torch.nn.Module, "__getattr__", counted)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append("tolist") or read(tensor))
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda tensor: asked.append("float"))
+    weights.refresh_derived(model)
+    assert asked == ["tolist", "tolist"]  # one for each dtype
+    found = [getattr(layer, f"_{name}_scale_float") for layer in model for name in "qkv"]
+    assert found == [number + 0.5 for number in range(12)]
+
+
 @pytest.mark.slow  # vLLM is imported
 def test_what_vllm_derives_in_the_first_step_follows(tmp_path: Path) -> None:
     with only_rank(tmp_path):

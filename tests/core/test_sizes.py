@@ -26,7 +26,7 @@ CEILINGS = {
     "verl": 4_215,
     "vllm": 9_079,
     "vllm/doctor": 800,
-    "vllm/worker": 5_790,
+    "vllm/worker": 5_840,
 }
 ROOM, ROOM_LINES = 0.1, 150  # below a ceiling, as a part of it or in lines: for changes that need no reason
 INIT_LINES_MAX = 40  # of a file beside the folders: __init__.py

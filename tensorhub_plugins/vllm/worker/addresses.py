@@ -73,11 +73,27 @@ class Addresses:
             if not (eager and name.rpartition(".")[2] in weights.PLAIN_ATTRIBUTES)
         }
         self._searches_left = SEARCHES
+        self._picture = _picture(model)
+        self._tensors: dict[str, torch.Tensor] | None = None
         check_copies(model)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return `weights.tensors` of the model as the last check has seen it. To look takes a tenth of their time."""
+        if self._tensors is None:
+            self._tensors = weights.tensors(self._model)
+        return self._tensors
 
     def check(self, *, search: bool = True) -> None:
         """Raise UsageError if a weight has moved: captured graphs and peers would go on using the old memory. The first
         calls also search for copies."""
+        if (picture := _picture(self._model)) != self._picture:
+            self._check_names()
+            self._picture, self._tensors = picture, None
+        if search and self._searches_left:
+            self._searches_left -= 1
+            check_copies(self._model)
+
+    def _check_names(self) -> None:
         now = dict(_addresses(self._model))
         moved = [name for name, where in self._known.items() if now.get(name) != where]
         if moved:
@@ -86,14 +102,23 @@ class Addresses:
                 "Something moves them while it runs (offloading, a swapped or shared module), and an update would not "
                 "reach what it computes with: start without it"
             )
-        if search and self._searches_left:
-            self._searches_left -= 1
-            check_copies(self._model)
 
 
 def _addresses(model: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.device, int]]]:
     for name, tensor in weights.all_tensors(model):
         yield name, (tensor.device, tensor.data_ptr())
+
+
+def _picture(model: torch.nn.Module) -> list[object]:
+    """Return all by which names lead to addresses: as long as it is the same, so are these."""
+    modules = weights.modules_of(model)
+    held = [each for module in modules for each in (module._parameters, module._buffers, weights.plain_of(module))]
+    tensors = [tensor for each in held for tensor in each.values() if tensor is not None]
+    return [
+        [dict(module._modules) for module in modules],
+        [tuple(each) for each in held],
+        [(id(tensor), tensor.device, tensor.data_ptr()) for tensor in tensors],
+    ]
 
 
 def check_copies(model: torch.nn.Module) -> None:

@@ -70,7 +70,7 @@ class Updater:
         self._serving: Future[None] | None = None  # the last offer to peers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub")
         self._is_leaving = self._grows = False
-        self.changed = 0  # another number after each change of the weights
+        self.changed = self._prepared = 0  # another number after each change of the weights; the version
         self._asked = Asked()
         self._known: tuple[Fetched, plan.Given] | None = None  # the last that `_given` returned, until it is released
         self._plans_ahead = position.shard_count > 1  # else a worker needs everything
@@ -437,7 +437,7 @@ class Updater:
     def _prepare(self, version: int | None, deadline: Deadline, timeout_s: float) -> None:
         """Have no peer read what will change; raise, with nothing changed, if this version cannot be installed (None:
         the one that is staged)."""
-        self.addresses.check()
+        self.addresses.check(search=version is None or version != self._prepared)
         self._wait_until_served(deadline, timeout_s)
         with self._lock:
             staged = self._state.staged if version is None else self._state.ready_for(version)
@@ -452,6 +452,7 @@ class Updater:
 
     def _rehearse(self, staged: Staged) -> None:
         """Raise VersionRefused, and drop the version, unless these bytes fill this model. No other bytes change."""
+        self._prepared = staged.version
         if staged.fetched is None or staged.fetched.layout == self.position.layout:
             return  # a peer's tensors have been compared, and its weights were complete
         try:
@@ -469,7 +470,7 @@ class Updater:
             staged = self._read_in_place(version, deadline)
         if staged.fetched is None or staged.fetched.layout == self.position.layout:
             if staged.fetched is not None:
-                weights.copy_tensors(weights.tensors(self.model), staged.fetched.tensors())
+                weights.copy_tensors(self.addresses.tensors(), staged.fetched.tensors())
             weights.refresh_derived(self.model, is_raw=True)
             return None
         try:
@@ -489,7 +490,7 @@ class Updater:
 
     def _read_in_place(self, version: int, deadline: Deadline) -> Staged:
         """Read into the live weights, to be served there; or fetch the checkpoint, if no peer has our layout."""
-        live, in_host_memory = weights.tensors(self.model), self.config.source == "host"
+        live, in_host_memory = self.addresses.tensors(), self.config.source == "host"
         try:
             # Half of the time: it may run out before the hub has noticed that a peer is dead.
             first = Deadline.after(deadline.remaining() / 2)

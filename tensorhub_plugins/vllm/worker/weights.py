@@ -36,6 +36,7 @@ REFRESHED_SCALARS = ("_q_scale_float", "_k_scale_float", "_v_scale_float")
 # While it is None: by FlashInfer, HunYuan's vision, and TokenSpeed, by names that are constants in others.
 MADE_ONCE = {"bmm1_scale", "o_sf_scale", "bmm2_scale", "_o_scale_float", "patch_pos_embed"}
 BY_TOKENSPEED = {"softmax_scale", "output_scale"}
+GATES = "_combined_gate_weight"  # of MoERunner
 
 
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -76,10 +77,25 @@ def all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if tensor.numel() and not tensor.is_meta:
                 yield name.replace(WRAPPED, ""), tensor.detach()
     for module_name, module in model.named_modules():
-        for attribute in PLAIN_ATTRIBUTES:
-            tensor = module.__dict__.get(attribute)
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
+        for attribute, tensor in plain_of(module).items():
+            if tensor.numel():
                 yield f"{module_name}.{attribute}".replace(WRAPPED, ""), tensor.detach()
+
+
+def plain_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that this layer keeps as plain attributes."""
+    own = vars(module)
+    if own.keys().isdisjoint(PLAIN_ATTRIBUTES):
+        return {}
+    return {name: own[name] for name in PLAIN_ATTRIBUTES if isinstance(own.get(name), torch.Tensor)}
+
+
+def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the model and all that is in it, under all names. torch's nested generators take three times as long."""
+    found = [model]
+    for module in found:  # grows meanwhile
+        found += [each for each in module._modules.values() if each is not None]
+    return found
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
@@ -97,8 +113,13 @@ def copy_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, torch.Te
 
     Raises UsageError, with nothing written, unless both hold the same names, dtypes and shapes."""
     check_same_tensors(live, source)
-    with torch.no_grad():
-        copy_all((flat_bytes(tensor), flat_bytes(source[name])) for name, tensor in live.items())
+    with torch.inference_mode():  # it can write inference tensors and others
+        copy_all((_as_bytes(tensor), _as_bytes(source[name])) for name, tensor in live.items())
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose elements are bytes as those: torch copies some such dtypes in no other way."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def check_same_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
@@ -107,28 +128,36 @@ def check_same_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, to
         missing, unknown = sorted(live.keys() - source.keys()), sorted(source.keys() - live.keys())
         raise UsageError(f"runtime tensors differ: the source lacks {missing[:5]}, the model lacks {unknown[:5]}")
     for name, tensor in live.items():
-        mine, theirs = ((str(t.dtype), list(t.shape)) for t in (tensor, source[name]))
-        if mine != theirs:
+        if (tensor.dtype, tensor.shape) != (source[name].dtype, source[name].shape):
+            mine, theirs = ((str(t.dtype), list(t.shape)) for t in (tensor, source[name]))
             raise UsageError(f"runtime tensor {name!r} differs: the model has {mine}, the source {theirs}")
 
 
 @torch.inference_mode()  # in which the first step was computed
 def refresh_derived(model: torch.nn.Module, *, is_raw: bool = False) -> None:
     """Set what layers derive from their weights by themselves, after those have changed: Python floats, and what vLLM
-    computes in the first step and keeps, where captured graphs read it. is_raw: by a raw copy, which has buffers."""
+    computes in the first step and keeps, where captured graphs read it. is_raw: by a raw copy, which has buffers.
+
+    The engine stands still for it. Most modules have nothing of it, and torch is slow to say what one lacks."""
     module: Any
-    for module in model.modules():
-        for derived in REFRESHED_SCALARS:
-            scale = getattr(module, derived.removesuffix("_float"), None)
-            if isinstance(scale, torch.Tensor) and scale.numel() == 1 and hasattr(module, derived):
-                setattr(module, derived, float(scale))
-        for made in (vars(module), getattr(vars(module).get("impl"), "__dict__", {})):  # impl: of attention
-            known = MADE_ONCE | (BY_TOKENSPEED if made.keys() >= BY_TOKENSPEED else set())
-            made.update(dict.fromkeys(made.keys() & known))
-        if hasattr(module, "cos_coef") and not is_raw:  # FourierRotaryEmbedding
+    scales: dict[tuple[torch.device, torch.dtype], list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
+    for module in modules_of(model):
+        own = vars(module)
+        for made in (own, getattr(own.get("impl"), "__dict__", {})):  # impl: of attention
+            if not made.keys().isdisjoint(MADE_ONCE | BY_TOKENSPEED):
+                known = MADE_ONCE | (BY_TOKENSPEED if made.keys() >= BY_TOKENSPEED else set())
+                made.update(dict.fromkeys(made.keys() & known))
+        if "cos_coef" in module._parameters and not is_raw:  # FourierRotaryEmbedding
             module.cos_sin_cache.copy_(module._compute_cos_sin_cache())
-        if getattr(module, "_combined_gate_weight", None) is not None:  # MoERunner
-            torch.cat([module.gate.weight, module.shared_expert_gate.weight], out=module._combined_gate_weight)
+        if own.get(GATES) is not None:
+            torch.cat([module.gate.weight, module.shared_expert_gate.weight], out=own[GATES])
+        for derived in REFRESHED_SCALARS if not own.keys().isdisjoint(REFRESHED_SCALARS) else ():
+            scale = getattr(module, derived.removesuffix("_float"), None)
+            if derived in own and isinstance(scale, torch.Tensor) and scale.numel() == 1:
+                scales.setdefault((scale.device, scale.dtype), []).append((own, derived, scale.reshape(())))
+    for alike in scales.values():  # read at once: each alone would wait for its device
+        for (own, derived, _), number in zip(alike, torch.stack([each for *_, each in alike]).tolist(), strict=True):
+            own[derived] = float(number)
 
 
 def digest(tensor: torch.Tensor) -> str:
