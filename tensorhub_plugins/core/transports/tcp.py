@@ -115,7 +115,9 @@ class _TcpStream:
         self._link, self._channel, self._manifest = link, channel, manifest
         self._plan, self._deadline = plan, deadline
         self._landed: list[int] = []
-        self._patches = Patches(link.bases, channel, manifest, plan, link.progress, deadline)
+        self._patches: Patches | None = None  # None: no deltas may come
+        if link.bases is not None and plan.computes:
+            self._patches = Patches(link.bases, channel, manifest, plan, link.progress, deadline)
         self._finishing = OrderedWork()
         offloads = manifest.segment_size_bytes >= link._offload_size_bytes
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-tcp-finish") if offloads else None
@@ -125,21 +127,24 @@ class _TcpStream:
         return len(self._landed) + len(self._finishing)
 
     def request(self, segments: Sequence[int]) -> None:
-        self._patches.request(segments)
+        if self._patches is None:
+            self._link._request(self._channel, segments, self._deadline)
+        else:
+            self._patches.request(segments)
 
     def again(self) -> list[int]:
-        return self._patches.again()
+        return [] if self._patches is None else self._patches.again()
 
     def has_input(self) -> bool:
         return self._channel.has_input()
 
     def announced(self, due: deque[int]) -> list[int]:
         start, stop = self._manifest.segment_range(due[0])
-        or_else = DELTA if self._patches.may_come else None
+        or_else = None if self._patches is None else DELTA
         length = self._link._announced(self._channel, SEGMENT, due[0], self._deadline, or_else)
         if length is None:
             return []
-        if self._channel.kind == DELTA:
+        if self._patches is not None and self._channel.kind == DELTA:
             self._patches.receive(due[0], length)
         elif length != stop - start:
             raise ProtocolError(f"segment {due[0]} has {stop - start} bytes, the source sends {length}")
@@ -147,13 +152,14 @@ class _TcpStream:
 
     def start(self, ready: deque[int]) -> bool:
         segment = ready.popleft()
-        if self._patches.may_come and (made := self._patches.make(segment)) is not None:
+        if self._patches is not None and (made := self._patches.make(segment)) is not None:
             self._landed += made
             return True
         with ExitStack() as stack:
             views = stack.enter_context(self._plan.receiving(segment))
             self._channel.fill(views, self._deadline)
-            self._patches.came_whole(views)
+            if self._patches is not None:
+                self._patches.came_whole(views)
             if self._pool is not None:
                 self._finishing.add(self._pool.submit(_finish, stack.pop_all(), segment))
         if self._pool is None:
@@ -165,7 +171,8 @@ class _TcpStream:
         return landed or self._finishing.take(wait=wait)
 
     def close(self) -> None:
-        self._patches.close()
+        if self._patches is not None:
+            self._patches.close()
         if self._pool is not None:
             self._pool.shutdown()
 

@@ -22,7 +22,7 @@ from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.stream import link as stream_link
 from tensorhub_plugins.core.transports.stream import tcp_socket
-from tensorhub_plugins.core.transports.stream.patches import Patches
+from tensorhub_plugins.core.transports.stream.link import SocketLink
 from tensorhub_plugins.core.transports.stream.several import SegmentQueue
 from tensorhub_plugins.core.transports.tcp import TcpSource, TcpTransport
 
@@ -158,10 +158,13 @@ def test_addresses_towards():
 
 def test_streams_share_a_read(monkeypatch):
     asked = []
-    request = Patches.request
-    monkeypatch.setattr(
-        Patches, "request", lambda self, segments: asked.append(list(segments)) or request(self, segments)
-    )
+    request = SocketLink._request
+
+    def asking(link, channel, segments, deadline):
+        asked.append(list(segments))
+        request(link, channel, segments, deadline)
+
+    monkeypatch.setattr(SocketLink, "_request", asking)
     with served(TcpTransport()) as (_, endpoint), contextlib.closing(TcpTransport(streams=3)) as reader:
         link = reader.connect(endpoint, deadline=soon())
         manifest = link.open(KEY, 1, deadline=soon())

@@ -16,44 +16,36 @@ from tensorhub_plugins.core.transports.stream.messages import BASED_SEGMENTS_MAX
 
 
 class Patches:
-    """The deltas of one read over one connection. bases: None: there are none."""
+    """The deltas of one read over one connection, of which the plan computes digests."""
 
     def __init__(
         self,
-        bases: Bases | None,
+        bases: Bases,
         channel: Channel,
         manifest: Manifest,
         plan: ReadPlan,
         progress: LinkProgress,
         deadline: float,
     ) -> None:
-        self._bases = bases if plan.computes else None
-        self._channel, self._deadline = channel, deadline
+        self._bases, self._channel, self._deadline = bases, channel, deadline
         self._manifest, self._plan, self._progress = manifest, plan, progress
         self._frame: bytearray | None = None  # what came instead of the next segment
         self._wrong: set[int] = set()  # segments whose delta did not make what was published
         self._again: list[int] = []  # of these, those that are to be asked for anew
-        self._pace = None if self._bases is None else self._bases.pace(channel.peer)
-        self._takes = self._pace is not None and self._pace.takes_deltas()
+        self._pace = bases.pace(channel.peer)
+        self._takes = self._pace.takes_deltas()
         self._began, self._ended = time.monotonic(), 0.0  # the last segment
         self._size_bytes = self._delta_size_bytes = 0  # of what came, and of it by deltas
 
-    @property
-    def may_come(self) -> bool:
-        """Return whether the source may send deltas."""
-        return self._bases is not None
-
     def request(self, segments: Sequence[int]) -> None:
         """Ask for these segments, and name what is here of each."""
-        bases = self._bases if self._takes else None
         for at in range(0, len(segments), BASED_SEGMENTS_MAX):
             some = segments[at : at + BASED_SEGMENTS_MAX]
-            named = [() if bases is None or segment in self._wrong else bases.named(segment) for segment in some]
+            named = [self._bases.named(s) if self._takes and s not in self._wrong else () for s in some]
             filled = [(*digests, *[NO_BASE] * BASES_MAX)[:BASES_MAX] for digests in named]
             joined = tuple(each for each in map(b"".join, zip(*filled, strict=True)) if any(each))
-            rate = self._pace.whole if self._pace is not None else 0.0
             left_s = max(0.0, self._deadline - time.monotonic())
-            self._channel.send_message(StreamRead(runs_of(some), left_s, joined, rate), self._deadline)
+            self._channel.send_message(StreamRead(runs_of(some), left_s, joined, self._pace.whole), self._deadline)
 
     def again(self) -> list[int]:
         again, self._again = self._again, []
@@ -69,7 +61,6 @@ class Patches:
 
     def make(self, segment: int) -> list[int] | None:
         """Make the segment of the delta that has come; return it, or nothing if it is wrong. None: none has come."""
-        assert self._bases is not None
         if self._frame is None:
             self._bases.forget(segment)  # about to be overwritten
             return None
@@ -97,5 +88,5 @@ class Patches:
 
     def close(self) -> None:
         """Note how fast the read was, unless the source has waited for bytes itself."""
-        if self._pace is not None and self._size_bytes and not self._progress.delayed_segments:
+        if self._size_bytes and not self._progress.delayed_segments:
             self._pace.read(self._size_bytes, self._delta_size_bytes, self._ended - self._began)
