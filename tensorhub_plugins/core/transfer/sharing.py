@@ -214,7 +214,7 @@ def plan(shard: Shard, now: float) -> list[Action]:
                     last_at[session] = now
                 assigned.update(dict.fromkeys(batch))
                 actions.append(Assign(session, batch))
-        slowest = _too_slow(shard, held, now, last_at)
+        slowest = _too_slow(shard, held, now, last_at) if len(held) > 1 else None  # another one to do its rest
         if slowest is None:
             return actions
         returned = shard.returned(shard.sources[slowest], held.pop(slowest), lost=False)

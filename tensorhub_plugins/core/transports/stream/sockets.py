@@ -65,7 +65,7 @@ class SocketTransport:
     def _take(self, endpoints: Sequence[str], count: int = 1) -> Connection | None:
         """Return a kept connection of so many channels to the best of these endpoints of a source, the one that was
         used last; None: there is none."""
-        best = WAYS.order(endpoints, time.monotonic())[0]
+        best = WAYS.order(endpoints, time.monotonic())[0] if len(endpoints) > 1 else endpoints[0]
         with self._links_guard:
             alike = [each for each in self._idle if each.channels[0].peer == best and len(each.channels) == count]
             lost = [each for each in alike if any(channel.is_lost() for channel in each.channels)]
