@@ -195,8 +195,13 @@ def root_key(shard: int, shard_count: int) -> str:
     return "root" if shard_count == 1 else f"root of shard {shard}/{shard_count}"
 
 
+def takes(event: str) -> bool:
+    """Return whether this event is recorded, or is a span: ask before computing something only an event needs."""
+    return enabled() or (event in SPANS and "opentelemetry.trace" in sys.modules)
+
+
 def enabled() -> bool:
-    """Return whether events are recorded: ask before computing something only an event needs."""
+    """Return whether events are recorded."""
     return bool(os.environ.get(VARIABLE))
 
 

@@ -208,9 +208,8 @@ class Client(History):
         ended = time.monotonic()
         seconds = {"copy": copied - allowed.began, "digest": digested - copied, "announce": ended - digested}
         report = PublishReport(version, key.layout, manifest.size_bytes, seconds, manifest)
-        origin = self._hub.origin(version)
-        if is_ours and key.layout == types.CHECKPOINT and types.COMPILED not in origin:  # a Publisher records more
-            run_log.record_publish(report, origin, self._worker, ended - allowed.began, shard=key.shard)
+        if is_ours and key.layout == types.CHECKPOINT and run_log.takes("publish"):  # a Publisher records more
+            self._record_publish(report, ended - allowed.began)
         return report
 
     def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float | None = None) -> UnpublishReport:
@@ -271,7 +270,8 @@ class Client(History):
             live = LiveMemory(tensors, parts, repairs=repair, deadline=allowed.deadline)
             destinations = Destinations(self._serving, allowed.deadline, serve=serve, into=live)
             report = self._transfer(destinations, version, (layout,), allowed, claim=False).report
-        run_log.record_fetch(report, self._hub, worker=self._worker, seconds=time.monotonic() - allowed.began)
+        if run_log.takes("fetch"):
+            run_log.record_fetch(report, self._hub, worker=self._worker, seconds=time.monotonic() - allowed.began)
         return report
 
     def fetch(
@@ -385,6 +385,11 @@ class Client(History):
         self.close()
 
     # --- inside ---
+
+    def _record_publish(self, report: PublishReport, seconds: float) -> None:
+        origin = self._hub.origin(report.version)
+        if types.COMPILED not in origin:
+            run_log.record_publish(report, origin, self._worker, seconds, shard=self.shard)
 
     def _key(self, version: int, layout: str) -> types.ShardKey:
         number = types.check_version(version)
