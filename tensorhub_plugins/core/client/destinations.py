@@ -51,7 +51,9 @@ class LiveMemory:
         self.live = LiveTensors(tensors, deadline)
         whole = self.live.adopt()
         self._whole: Slab | None = whole  # until it was assigned to a source shard
-        self._wanted = with_parts(whole.specs, parts, self._paced) if wanted is None else wanted
+        self._wanted = whole.specs if wanted is None else wanted
+        if parts is not None and wanted is None:
+            self._wanted = with_parts(whole.specs, parts, self._paced)
         self.in_part = bool(parts) or wanted is not None
         if self.in_part:
             whole.specs = self._wanted

@@ -11,9 +11,10 @@ import torch
 from tensorhub_plugins.core import device
 from tensorhub_plugins.core.client import arguments, calls
 from tensorhub_plugins.core.client.serving import Serving
+from tensorhub_plugins.core.client.shelf import Published
 from tensorhub_plugins.core.deadline import until
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.manifest import Manifest, Part
+from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
 from tensorhub_plugins.core.memory.claims import claimed
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.moves import difference, with_parts
@@ -65,17 +66,23 @@ def describe(
     strict: bool,
 ) -> tuple[Manifest, str]:
     """Return the manifest, and how the tensors differ from those of the last version; empty: they do not."""
-    described = with_parts(slab.specs, parts, partial(until, deadline))
+    described = slab.specs if parts is None else with_parts(slab.specs, parts, partial(until, deadline))
     last, changed = serving.published(key.layout), ""
-    if last is not None:
-        may_move = key.layout == CHECKPOINT and key.shard_count > 1
-        changed = difference(last.manifest.tensors, described, may_move=may_move)
-    if last is not None and changed:
-        changed = f"the tensors of layout {key.layout} are not those published here before: {changed}"
-        if strict:
-            raise UsageError(
-                f"{changed}. Nothing was published: publish what version {last.version} consisted of. If the "
-                "change is meant, take a new run or model name, or pass strict=False",
-                version=key.version,
-            )
+    if last is not None and last.manifest.tensors != described:
+        changed = _changed(key, last, described, strict=strict)
     return msgspec.structs.replace(slab.manifest(algorithm=algorithm, deadline=deadline), tensors=described), changed
+
+
+def _changed(key: ShardKey, last: Published, described: TensorTable, *, strict: bool) -> str:
+    may_move = key.layout == CHECKPOINT and key.shard_count > 1
+    changed = difference(last.manifest.tensors, described, may_move=may_move)
+    if not changed:
+        return ""
+    changed = f"the tensors of layout {key.layout} are not those published here before: {changed}"
+    if strict:
+        raise UsageError(
+            f"{changed}. Nothing was published: publish what version {last.version} consisted of. If the "
+            "change is meant, take a new run or model name, or pass strict=False",
+            version=key.version,
+        )
+    return changed
