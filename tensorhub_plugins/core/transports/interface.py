@@ -55,17 +55,20 @@ def find_offer(shelf: Shelf, key: ShardKey, as_of: int, check: Callable[[], None
     """Return the offer that a reader was granted, after waiting for it if it is about to be made, or raise VersionGone.
 
     check: called now and then during the wait; it raises to end the wait."""
-    offer = shelf.find(key)
-    expires_at = time.monotonic() + EXPECT_S_MAX
-    while offer is None:
-        check()
-        looks_at = min(expires_at, time.monotonic() + CHECK_S)
-        offer = shelf.await_offer(key, as_of, looks_at)
-        if looks_at == expires_at or time.monotonic() < looks_at:  # in vain, or no such offer is to come
-            break
+    offer = shelf.find(key) or _await_offer(shelf, key, as_of, check)
     if offer is None or offer.created_after > as_of:
         raise VersionGone("the source does not offer it")
     return offer
+
+
+def _await_offer(shelf: Shelf, key: ShardKey, as_of: int, check: Callable[[], None]) -> Offer | None:
+    expires_at = time.monotonic() + EXPECT_S_MAX
+    while True:
+        check()
+        looks_at = min(expires_at, time.monotonic() + CHECK_S)
+        offer = shelf.await_offer(key, as_of, looks_at)
+        if offer is not None or looks_at == expires_at or time.monotonic() < looks_at:  # or none is to come
+            return offer
 
 
 class Transport(Protocol):

@@ -109,6 +109,7 @@ def test_nonsense_ends_in_whole_segments_over_the_same_link(streams):
 
 
 def test_a_source_that_sends_deltas_that_nobody_asked_for_is_left(monkeypatch):
+    monkeypatch.setattr(messages, "bases_of", lambda request: {0: (b"n" * 16,)})
     for with_bases in (True, False):
         frame = [b"n" * 16, b"\x00\x00\x00\x01", b"\x00"]
         monkeypatch.setattr(ReaderConnection, "_delta", lambda self, offer, segment, frame=frame: frame)

@@ -364,8 +364,8 @@ class ReaderConnection:
 
     def _send(self, offer: Offer, segment: int, stop: int, deadline: float) -> int:
         """Send a segment once it is ready; return the next one."""
-        waited = self._await(offer, segment, deadline)
-        frame = self._delta(offer, segment)
+        waited = not offer.poll_ready(segment, 0.0) and self._await(offer, segment, deadline)
+        frame = self._delta(offer, segment) if self._bases or self._sent else []
         payload: Sequence[bytes | memoryview] = frame or self._payload(offer, segment, deadline)
         kind = m.DELTA if frame else m.SEGMENT
         self._channel.send([m.HEADER.pack(kind, waited, segment, sum(map(len, payload))), *payload], deadline)
@@ -388,7 +388,7 @@ class ReaderConnection:
     def _announce(self, offer: Offer, first: int, stop: int, deadline: float) -> int:
         """Announce a segment once it is ready, and those after it that are ready by now, to a reader that copies the
         bytes itself; return the next one."""
-        waited = self._await(offer, first, deadline)
+        waited = not offer.poll_ready(first, 0.0) and self._await(offer, first, deadline)
         self._payload(offer, first, deadline)
         segment = first + 1
         stop = min(stop, first + self._backend.ready_batch_max(self._channel))
@@ -409,10 +409,8 @@ class ReaderConnection:
         return self._backend.segment_payload(self._channel, offer, *offer.manifest.segment_range(segment), deadline)
 
     def _await(self, offer: Offer, segment: int, deadline: float) -> bool:
-        """Wait until the segment has reached this source; return whether that took time. Send signs of life meanwhile.
-        Raise SourceLost when the offer is withdrawn."""
-        if offer.poll_ready(segment, 0.0):
-            return False
+        """Wait until the segment, which is not here yet, has reached this source; return True. Send signs of life
+        meanwhile. Raise SourceLost when the offer is withdrawn."""
         alive_at = time.monotonic() + self._limits.alive_s
         while not offer.poll_ready(segment, min(deadline, time.monotonic() + self._limits.vanished_s)):
             now = time.monotonic()
