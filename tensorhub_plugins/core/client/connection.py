@@ -387,10 +387,11 @@ class HubLink:
                 self._check_handshakes()
                 self._receive_all()
                 with self._lock:
-                    # For the next heartbeat.
-                    self._machine.unreached = self.unreached.sessions(time.monotonic())
-                    self._machine.worked, self._machine.lacks = work.count(), resources.lacked()
-                    self._carry_out(self._machine.handle(session.Tick(), time.monotonic()))
+                    now = time.monotonic()
+                    if self._machine.is_heartbeat_due(now):
+                        self._machine.unreached = self.unreached.sessions(now)
+                        self._machine.worked, self._machine.lacks = work.count(), resources.lacked()
+                    self._carry_out(self._machine.handle(session.Tick(), now))
                     wait_s = self._machine.next_deadline() - time.monotonic()
                 self._connect_if_due(poller, time.monotonic())
                 self._flush()

@@ -236,6 +236,10 @@ class Session:
         """Note that what we hold is about to go: the hub is notified with the next Tick."""
         self.leaving, self._next_heartbeat = True, now
 
+    def is_heartbeat_due(self, now: float) -> bool:
+        """Return whether a Tick at `now` sends a heartbeat, and so what the shell keeps up to date."""
+        return self._welcomed and now >= self._next_heartbeat
+
     def next_deadline(self) -> float:
         """Return when the next Tick is due."""
         due = self._next_heartbeat if self._welcomed else self._next_hello
@@ -259,14 +263,13 @@ class Session:
 
     def _send_asked(self, request_id: int, now: float) -> None:
         """Send a request, unless no hub listens, or another one has to be answered first."""
-        if self._welcomed and not self._publishing(self.asked[request_id].message):
-            self.asked[request_id].was_sent = True
+        asked = self.asked[request_id]
+        if self._welcomed and not (isinstance(asked.message, m.Unpublish) and self._publishing(asked.message)):
+            asked.was_sent = True
             self._send(self._dated(request_id, now))
 
-    def _publishing(self, message: Request) -> list[int]:
+    def _publishing(self, message: m.Unpublish) -> list[int]:
         """Return the unanswered Publishes of the shards of this Unpublish: the hub must know of them first."""
-        if not isinstance(message, m.Unpublish):
-            return []
         return [
             request_id
             for request_id, asked in self.asked.items()
@@ -457,7 +460,8 @@ class Session:
             case m.Retain() as retain, m.Done(_, serial) if serial >= self.retain_serial:
                 self.retain, self.retain_serial = retain, serial
         self._effects.append(Answered(reply.request_id, reply))
-        self._send_unblocked(asked.message, now)
+        if isinstance(asked.message, m.Publish):
+            self._send_unblocked(asked.message.holding.key, now)
 
     def _answered_in_vain(self, reply: m.Reply, now: float) -> None:
         """Handle an answer for which no caller waits any more."""
@@ -482,11 +486,10 @@ class Session:
         self.offered.pop(key, None)
         self.retained.discard(key)
 
-    def _send_unblocked(self, ended: Request, now: float) -> None:
-        if isinstance(ended, m.Publish):
-            for request_id, asked in list(self.asked.items()):
-                if isinstance(asked.message, m.Unpublish) and ended.holding.key in asked.message.keys:
-                    self._send_asked(request_id, now)
+    def _send_unblocked(self, published: ShardKey, now: float) -> None:
+        for request_id, asked in list(self.asked.items()):
+            if isinstance(asked.message, m.Unpublish) and published in asked.message.keys:
+                self._send_asked(request_id, now)
 
     def _tick(self, now: float) -> None:
         for request_id, asked in list(self.asked.items()):
@@ -503,7 +506,7 @@ class Session:
         if not self._welcomed:
             if now >= self._next_hello:
                 self._hello(now)
-        elif now >= self._next_heartbeat:
+        elif self.is_heartbeat_due(now):
             self._beat(now)
 
     def _expire(self, request_id: int, asked: Asked, now: float) -> None:
@@ -513,6 +516,7 @@ class Session:
             case m.Publish(_, holding):
                 if not asked.announced and self.holdings.get(holding.key) is holding:
                     self._ask(m.Unpublish(self.next_request_id(), (holding.key,), 0.0, gone=True), now, now)
+                self._send_unblocked(holding.key, now)
             case m.Unpublish(_, keys, _):
                 self.retained.update(key for key in keys if 0 < self.offered.get(key, 0) < request_id)
                 self._retry_retained = True
@@ -521,7 +525,6 @@ class Session:
             case m.Acquire():
                 if self._welcomed:
                     self._send(m.Release(request_id))
-        self._send_unblocked(asked.message, now)
         is_silent = self.heard_at <= asked.asked_at or now - self.heard_at > HUB_QUIET_S + 2 * self._late_s
         self._effects.append(Expired(request_id, is_silent, asked.was_sent))
 
