@@ -298,9 +298,9 @@ class Transfer:
                     self.links[shard, session].check()
                 case events.Close(shard, session):
                     self.links.pop((shard, session)).close()
-                case events.EndLease(request_id, shard, lost):
+                case m.Release(request_id, shard, lost):
                     worker.waiting.pop(request_id, None)
-                    worker.feed(s.EndLease(request_id, shard, lost))
+                    worker.feed(m.Release(request_id, shard, lost))
                 case events.Complete():
                     self._complete()
                 case events.GiveUp(error):
@@ -373,7 +373,7 @@ class Transfer:
         self.worker.transfers.pop(self, None)
         for request_id in self.requests:
             self.worker.waiting.pop(request_id, None)
-            self.worker.feed(s.EndLease(request_id, None, False))
+            self.worker.feed(m.Release(request_id))
         if isinstance(outcome, Got):
             self._close_links()
         else:

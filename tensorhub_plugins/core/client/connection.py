@@ -42,7 +42,7 @@ from tensorhub_plugins.core.security import curve
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transfer.unreached import Unreached
-from tensorhub_plugins.core.types import NOTHING, Came, ShardKey, attempt_of, printable
+from tensorhub_plugins.core.types import ShardKey, attempt_of, printable
 
 if TYPE_CHECKING:
     from tensorhub_plugins.core.client.copies import Copies
@@ -214,30 +214,16 @@ class HubLink:
     def answer(self, make: Callable[[int], session.Request], deadline: float) -> messages.Reply:
         """Ask the hub and wait for the answer; the session bounds this by ending every request at its deadline."""
         answer = self.ask(make, deadline)
-        return calls.result(answer, abandon=lambda: self.end_lease(answer.request.request_id))
+        return calls.result(answer, abandon=lambda: self.end_lease(messages.Release(answer.request.request_id)))
 
-    def end_lease(
-        self,
-        request: int,
-        shard: int | None = None,
-        *,
-        lost: bool = False,
-        corrupt: tuple[int, ...] = (),
-        refused: bool = False,
-        came: Came = NOTHING,
-    ) -> None:
+    def end_lease(self, ended: messages.Release) -> None:
         """Notify the hub that nothing more is read under this grant, or that no caller waits for the answer of this
-        request any more. Return at once; it is sent again until the hub knows.
-
-        shard: None for all of them. lost: the source failed, so that the hub stops offering it to others. corrupt:
-        segments that it has sent with other bytes than were published. refused: its address refuses connections. came:
-        what was read from it."""
-        ended = session.EndLease(request, shard, lost, corrupt, refused, came)
+        request any more. Return at once; it is sent again until the hub knows."""
         with self._lock:
             if self._closing:
                 return
-            if shard is None:
-                self._asked.pop(request, None)  # its caller has left, if it has no answer
+            if ended.shard is None:
+                self._asked.pop(ended.request_id, None)  # its caller has left, if it has no answer
             self._carry_out(self._machine.handle(ended, time.monotonic()))
         self._wake()
 

@@ -31,7 +31,7 @@ from tensorhub_plugins.core.deadline import bounded, remaining_s
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive, directive_checksum, merge
 from tensorhub_plugins.core.security.leases import Gate
-from tensorhub_plugins.core.types import NOTHING, RECENT_S, Came, ShardKey
+from tensorhub_plugins.core.types import RECENT_S, ShardKey
 
 HELLO_EVERY_S = 0.5
 HUB_QUIET_S = 2.0  # two heartbeats without an answer: a request that has none has not reached it
@@ -54,17 +54,6 @@ class Ask(msgspec.Struct, frozen=True):
     deadline: float
 
 
-class EndLease(msgspec.Struct, frozen=True):
-    """The lease of this Acquire ends, whole or for one shard; cancels the Acquire if it is still unanswered."""
-
-    request_id: int
-    shard: int | None = None
-    lost: bool = False
-    corrupt: tuple[int, ...] = ()
-    refused: bool = False
-    came: Came = NOTHING
-
-
 class Heard(msgspec.Struct, frozen=True):
     """A message from the hub has arrived."""
 
@@ -75,7 +64,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed: check the timers."""
 
 
-Event: TypeAlias = Ask | EndLease | Heard | Tick
+Event: TypeAlias = Ask | m.Release | Heard | Tick  # a Release cancels its Acquire, if that is unanswered
 
 # --- effects ---
 
@@ -215,7 +204,7 @@ class Session:
         match event:
             case Ask(message, deadline):
                 self._ask(message, deadline, now)
-            case EndLease():
+            case m.Release():
                 self._end_lease(event)
             case Heard(message):
                 self._hear(message, now)
@@ -309,7 +298,7 @@ class Session:
         if clock:
             self._clock = hub, clock - now
 
-    def _end_lease(self, ended: EndLease) -> None:
+    def _end_lease(self, ended: m.Release) -> None:
         request_id, shard = ended.request_id, ended.shard
         self.asked.pop(request_id, None)
         lease = self.leases.get(request_id)
@@ -319,7 +308,7 @@ class Session:
             if shard is None or not lease.sources:
                 del self.leases[request_id]
         if self._welcomed:
-            self._send(m.Release(request_id, shard, ended.lost, ended.corrupt, ended.refused, ended.came))
+            self._send(ended)
 
     def _hear(self, message: m.HubMessage, now: float) -> None:
         self.heard_at = now

@@ -164,17 +164,6 @@ class Close(msgspec.Struct, frozen=True):
     session: bytes
 
 
-class EndLease(msgspec.Struct, frozen=True):
-    """Notify the hub that nothing more is read under this grant. shard: None for all. lost: its source failed. corrupt:
-    segments that came with other bytes than were published. refused: as in `Lost`."""
-
-    request_id: int
-    shard: int | None
-    lost: bool
-    corrupt: tuple[int, ...] = ()
-    refused: bool = False
-
-
 class Verified(msgspec.Struct, frozen=True):
     """This segment, which came from that source, may be served to others."""
 
@@ -194,5 +183,5 @@ class GiveUp(msgspec.Struct, frozen=True):
 
 
 Effect: TypeAlias = (
-    AskSources | Restart | Open | Prepare | Read | ConfirmEpoch | Close | EndLease | Verified | Complete | GiveUp
+    AskSources | Restart | Open | Prepare | Read | ConfirmEpoch | Close | m.Release | Verified | Complete | GiveUp
 )

@@ -88,7 +88,7 @@ class Replication:
         self._effects = []
         if self.finished:
             if isinstance(event, events.Answer) and isinstance(event.reply, m.Granted):
-                self._effects.append(events.EndLease(event.request_id, None, False))
+                self._effects.append(m.Release(event.request_id))
             return self._effects
         match event:
             case events.Begin():
@@ -189,7 +189,7 @@ class Replication:
         if reply.claim is not None:
             self.claimed = reply.claim
         if self._directive.is_over(self.version):  # a moment after it was granted
-            self._effects.append(events.EndLease(request_id, None, False))
+            self._effects.append(m.Release(request_id))
             self._give_up(self._is_over())
             return
         self._take(request_id, reply, now, sources_max=1)
@@ -203,14 +203,14 @@ class Replication:
         if (reply.version, reply.layout, reply.shard_count) == (self.version, self.layout, self.shard_count):
             self._take(request_id, reply, now, sources_max=self.limits.sources_max)
         else:
-            self._effects.append(events.EndLease(request_id, None, False))
+            self._effects.append(m.Release(request_id))
 
     def _take(self, request_id: int, reply: m.Granted, now: float, *, sources_max: int) -> None:
         """Open what was granted, up to so many sources of a shard."""
         for grant in reply.grants:
             state = self.shards.get(grant.shard)
             if state is None or state.is_whole or grant.session in state.sources or len(state.sources) >= sources_max:
-                self._effects.append(events.EndLease(request_id, grant.shard, False))
+                self._effects.append(m.Release(request_id, grant.shard))
                 continue
             away = distance(self.location, grant.location)
             limits = self.limits
@@ -388,7 +388,7 @@ class Replication:
         refused: bool = False,
     ) -> None:
         request_id = state.remove(session, lost=lost).request_id
-        self._effects += [events.Close(shard, session), events.EndLease(request_id, shard, lost, corrupt, refused)]
+        self._effects += [events.Close(shard, session), m.Release(request_id, shard, lost, corrupt, refused)]
 
     def _lost(
         self, shard: int, session: bytes, why: str, now: float, *, corrupt: tuple[int, ...] = (), refused: bool = False
@@ -442,7 +442,7 @@ class Replication:
     def _drop_all(self) -> None:
         for shard, state in self.shards.items():
             for session, source in state.sources.items():
-                self._effects += [events.Close(shard, session), events.EndLease(source.request_id, shard, False)]
+                self._effects += [events.Close(shard, session), m.Release(source.request_id, shard)]
             state.sources = {}
 
     # --- errors ---

@@ -35,7 +35,7 @@ from tensorhub_plugins.core.transfer.report import ReplicateReport
 from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader, Target
 from tensorhub_plugins.core.transfer.unreached import Unreached
 from tensorhub_plugins.core.transports import Bases, Transport
-from tensorhub_plugins.core.types import NOTHING, Came, ShardKey, printable
+from tensorhub_plugins.core.types import ShardKey, printable
 
 log = logging.getLogger("tensorhub.client")
 
@@ -51,19 +51,8 @@ class Hub(Protocol):
 
         The future holds Granted, or raises what the hub refused with, or HubUnreachable."""
 
-    def end_lease(
-        self,
-        request_id: int,
-        shard: int | None = None,
-        *,
-        lost: bool = False,
-        corrupt: tuple[int, ...] = (),
-        refused: bool = False,
-        came: Came = NOTHING,
-    ) -> None:
-        """End the lease of an Acquire, whole (shard None) or for one shard. lost: the source has failed. corrupt:
-        segments of that shard sent with other bytes than were published. refused: its address refuses connections.
-        came: what was read of that shard."""
+    def end_lease(self, ended: messages.Release) -> None:
+        """End the lease of an Acquire, whole or for one shard."""
 
     def renew(self, came: Mapping[int, int]) -> None:
         """Report progress under the leases of these Acquires: the bytes that have come."""
@@ -274,10 +263,11 @@ class Transfer:
                 reader = self._readers.pop((shard, session))
                 reader.close()
                 self._left.append(reader)
-            case events.EndLease(request_id, shard, lost, corrupt, refused):
+            case messages.Release(request_id, shard):
                 last = self._left[-1] if self._left else None
-                came = NOTHING if last is None or (last.request_id, last.shard) != (request_id, shard) else last.came
-                self._hub.end_lease(request_id, shard, lost=lost, corrupt=corrupt, refused=refused, came=came)
+                if last is not None and (last.request_id, last.shard) == (request_id, shard):
+                    effect = msgspec.structs.replace(effect, came=last.came)
+                self._hub.end_lease(effect)
                 if shard is None:
                     self._leases.pop(request_id, None)
             case events.Complete():
@@ -343,4 +333,4 @@ class Transfer:
         self._progress.close()
         self._join_all()
         for request_id in self._leases:
-            self._hub.end_lease(request_id)
+            self._hub.end_lease(messages.Release(request_id))

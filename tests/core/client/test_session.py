@@ -63,7 +63,7 @@ class Story:
         return number
 
     def end_lease(self, request: int, shard: int | None = None, lost: bool = False) -> list[object]:
-        return self._plain(self.machine.handle(s.EndLease(request, shard, lost), self.now))
+        return self._plain(self.machine.handle(m.Release(request, shard, lost), self.now))
 
     def acquire(self, *sources: bytes, deadline: float = 60.0, version: int = 0, round_: int = 0) -> int:
         """A lease on shard 0, 1, ... of version 1."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from replication_story import A, B, Story, grant, granted, manifest
 
+from tensorhub_plugins.core.protocol.messages import Release
 from tensorhub_plugins.core.transfer import events
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
@@ -26,7 +27,7 @@ def test_what_is_borrowed_goes_with_a_lender_that_is_lost_before_all_is_there():
     story = borrowed(of)
     story.arrive(0, A, 0, 1)
     effects = story.then(events.Lost(0, A, "died"))
-    assert effects[:3] == [events.Close(0, A), events.EndLease(1, 0, True, ()), events.Restart(CHECKPOINT)]
+    assert effects[:3] == [events.Close(0, A), Release(1, 0, True, ()), events.Restart(CHECKPOINT)]
     ask = story.asks(effects[3:])
     assert (ask.shards, ask.shards_layout, ask.avoid, ask.version) == ((0,), CHECKPOINT, (A,), 7)
     story.then(granted(2, grant(0, B, of)))
@@ -55,7 +56,7 @@ def test_a_lender_that_is_lost_when_all_is_there_costs_nothing():
     story.then(events.Arrived(0, A, 1, True))
     assert story.then(events.Lost(0, A, "died")) == [
         events.Close(0, A),
-        events.EndLease(1, 0, True, ()),
+        Release(1, 0, True, ()),
         events.Complete(),
     ]
 
@@ -72,7 +73,7 @@ def test_corrupt_bytes_of_a_lender_are_read_elsewhere():
     story = borrowed(manifest(3))
     story.arrive(0, A, 0)
     effects = story.then(events.Arrived(0, A, 1, False))
-    assert effects[:3] == [events.Close(0, A), events.EndLease(1, 0, True, (1,)), events.Restart(CHECKPOINT)]
+    assert effects[:3] == [events.Close(0, A), Release(1, 0, True, (1,)), events.Restart(CHECKPOINT)]
 
 
 def test_the_loss_of_one_lender_starts_all_shards_anew_and_asks_once():
@@ -85,7 +86,7 @@ def test_the_loss_of_one_lender_starts_all_shards_anew_and_asks_once():
         story.machine.handle(events.Prepared(shard, (0, 1), True), 0.0)
     story.arrive(1, B, 0)
     effects = story.then(events.SourceGone(A))
-    assert events.Close(1, B) in effects and events.EndLease(1, 1, False) in effects
+    assert events.Close(1, B) in effects and Release(1, 1, False) in effects
     assert story.asks(effects[-1:]).shards == (0, 1)
 
 

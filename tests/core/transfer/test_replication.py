@@ -27,7 +27,7 @@ def test_ask_open_read_verify_complete():
     assert story.then(events.Arrived(0, A, 0, True)) == [events.Verified(0, A, 0), events.ConfirmEpoch(0, A)]
     assert story.then(events.EpochChecked(0, A, True)) == [
         events.Close(0, A),
-        events.EndLease(1, 0, False),
+        m.Release(1, 0, False),
         events.Complete(),
     ]
     assert story.machine.finished and story.machine.losses == []
@@ -37,14 +37,14 @@ def test_a_shard_without_bytes_is_complete_once_it_is_opened():
     story, of = Story(), manifest(0)
     story.begin()
     story.then(granted(1, grant(0, A, of)))
-    assert story.then(events.Opened(0, A, of)) == [events.Close(0, A), events.EndLease(1, 0, False), events.Complete()]
+    assert story.then(events.Opened(0, A, of)) == [events.Close(0, A), m.Release(1, 0, False), events.Complete()]
 
 
 def test_it_is_complete_only_when_every_shard_is():
     story, one, two = Story(), manifest(1), manifest(1, "2")
     story.open(1, (A, one), (B, two))
     story.arrive(1, B, 0)
-    assert story.then(events.EpochChecked(1, B, True)) == [events.Close(1, B), events.EndLease(1, 1, False)]
+    assert story.then(events.EpochChecked(1, B, True)) == [events.Close(1, B), m.Release(1, 1, False)]
     story.arrive(0, A, 0)
     assert story.then(events.EpochChecked(0, A, True))[-1] == events.Complete()
 
@@ -72,7 +72,7 @@ def test_after_the_end_nothing_is_done_and_a_late_grant_is_given_back():
         events.Answer(5, errors.HubUnreachable("away")),
     ):
         assert story.then(late) == []
-    assert story.then(granted(5, grant(0, B, of))) == [events.EndLease(5, None, False)]
+    assert story.then(granted(5, grant(0, B, of))) == [m.Release(5, None, False)]
 
 
 def test_memory_is_prepared_once_and_every_source_that_is_open_by_then_is_used():
@@ -119,7 +119,7 @@ def test_what_was_published_without_digests_is_not_read_by_who_compares_them():
     story.begin()
     story.then(granted(1, grant(0, A, of)))
     effects = story.then(events.Opened(0, A, of))
-    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, False)]
+    assert effects[:2] == [events.Close(0, A), m.Release(1, 0, False)]
     error = gives_up(effects)
     assert type(error) is errors.UsageError and "published without digests" in str(error) and error.peer == "a/0"
 
@@ -133,7 +133,7 @@ def test_a_version_that_is_withdrawn_is_not_read_to_its_end():
     story.arrive(0, A, 0)
     assert story.then(events.Directed(Directive(0, 0, (5, 6)))) == []  # others
     effects = story.then(events.Directed(Directive(0, 0, (5, 6, 7))))
-    ends = [events.Close(0, A), events.EndLease(1, 0, False), events.Close(1, B), events.EndLease(1, 1, False)]
+    ends = [events.Close(0, A), m.Release(1, 0, False), events.Close(1, B), m.Release(1, 1, False)]
     assert effects[:-1] == ends and story.machine.finished
     error = gives_up(effects)
     assert isinstance(error, errors.VersionGone) and error.version == 7 and "withdrawn" in error.message
@@ -144,7 +144,7 @@ def test_a_grant_and_the_withdrawal_of_its_version_cross():
     story.begin()
     story.then(events.Directed(Directive(0, 0, (7,))))  # which version it is to read it does not know yet
     effects = story.then(granted(1, grant(0, A, of)))
-    assert effects[0] == events.EndLease(1, None, False)
+    assert effects[0] == m.Release(1, None, False)
     assert isinstance(gives_up(effects), errors.VersionGone)
 
 
@@ -156,7 +156,7 @@ def test_a_lost_source_costs_what_was_in_flight_and_nothing_verified():
     story.open(1, (A, of))
     story.arrive(0, A, 0, 2)
     effects = story.then(events.Lost(0, A, "died"))
-    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, True)]
+    assert effects[:2] == [events.Close(0, A), m.Release(1, 0, True)]
     again = story.asks(effects[2:])
     assert (again.shards, again.shards_layout, again.shard_count) == ((0,), CHECKPOINT, 1)
     assert (again.avoid, again.exclude) == ((A,), ())
@@ -165,7 +165,7 @@ def test_a_lost_source_costs_what_was_in_flight_and_nothing_verified():
     story.arrive(0, B, 1, 3)
     assert story.then(events.EpochChecked(0, B, True)) == [
         events.Close(0, B),
-        events.EndLease(2, 0, False),
+        m.Release(2, 0, False),
         events.Complete(),
     ]
     assert story.machine.losses == ["shard 0 from a/0: died"]
@@ -201,7 +201,7 @@ def test_a_reading_that_ends_early_is_a_loss():
     story, of = Story(), manifest(2)
     story.open(1, (A, of))
     story.arrive(0, A, 0)
-    assert story.then(events.EpochChecked(0, A, True))[:2] == [events.Close(0, A), events.EndLease(1, 0, True)]
+    assert story.then(events.EpochChecked(0, A, True))[:2] == [events.Close(0, A), m.Release(1, 0, True)]
     assert story.machine.losses == ["shard 0 from a/0: 1 segments did not arrive"]
 
 
@@ -209,7 +209,7 @@ def test_the_hub_says_that_a_source_is_gone():
     story, of = Story(), manifest(1)
     story.open(1, (A, of))
     assert story.then(events.SourceGone(B)) == []
-    assert story.then(events.SourceGone(A))[:2] == [events.Close(0, A), events.EndLease(1, 0, True)]
+    assert story.then(events.SourceGone(A))[:2] == [events.Close(0, A), m.Release(1, 0, True)]
     assert story.then(events.SourceGone(A)) == []
 
 
@@ -220,7 +220,7 @@ def test_one_source_that_takes_several_shards_with_it_costs_one_question_and_no_
     story.arrive(2, A, 0)
     story.then(events.EpochChecked(2, A, True))
     effects = story.then(events.SourceGone(A))
-    assert effects[:6] == [x for shard in (0, 1, 3) for x in (events.Close(shard, A), events.EndLease(1, shard, True))]
+    assert effects[:6] == [x for shard in (0, 1, 3) for x in (events.Close(shard, A), m.Release(1, shard, True))]
     assert story.asks(effects[6:]).shards == (0, 1, 3)
 
 
@@ -230,7 +230,7 @@ def test_losses_that_come_while_it_asks_are_asked_about_next():
     assert story.asks(story.then(events.Lost(0, A, "died"))[2:]).shards == (0,)
     assert story.then(events.Lost(1, A, "died")) == [
         events.Close(1, A),
-        events.EndLease(1, 1, True),
+        m.Release(1, 1, True),
     ]  # a question is on its way
     effects = story.then(granted(2, grant(0, B, one), count=2))
     assert effects == [events.Open(ShardKey(7, CHECKPOINT, 0, 2), grant(0, B, one), 2)]
@@ -242,7 +242,7 @@ def test_a_grant_for_what_is_read_already_is_given_back():
     story.open(1, (A, one), (B, two))
     story.then(events.Lost(0, A, "died"))
     effects = story.then(granted(2, grant(0, C, one), grant(1, C, two), count=2))
-    assert effects == [events.Open(ShardKey(7, CHECKPOINT, 0, 2), grant(0, C, one), 2), events.EndLease(2, 1, False)]
+    assert effects == [events.Open(ShardKey(7, CHECKPOINT, 0, 2), grant(0, C, one), 2), m.Release(2, 1, False)]
 
 
 def test_it_backs_off_while_nothing_moves_and_starts_afresh_with_progress():
@@ -297,7 +297,7 @@ def test_a_corrupt_segment_is_read_again_and_never_verified():
     story.open(1, (A, of))
     story.arrive(0, A, 0)
     effects = story.then(events.Arrived(0, A, 1, False))
-    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, True, corrupt=(1,))]  # which the hub is told
+    assert effects[:2] == [events.Close(0, A), m.Release(1, 0, True, corrupt=(1,))]  # which the hub is told
     assert story.asks(effects[2:]).exclude == ()
     story.then(granted(2, grant(0, A, of)))
     assert story.then(events.Opened(0, A, of)) == [events.Read(0, A, (1,))]
@@ -340,7 +340,7 @@ def test_a_manifest_that_was_not_the_published_one_excludes_its_source():
     story.begin()
     story.then(granted(1, grant(0, A, of)))
     effects = story.then(events.Opened(0, A, manifest(2, "other")))
-    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, True)]
+    assert effects[:2] == [events.Close(0, A), m.Release(1, 0, True)]
     assert story.asks(effects[2:]).exclude == (A,)
 
 
@@ -351,7 +351,7 @@ def test_who_believes_one_digest_only_takes_no_other_whatever_its_root():
     story.begin()
     story.then(granted(1, grant(0, A, weak)))
     effects = story.then(events.Opened(0, A, weak))
-    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, True)]
+    assert effects[:2] == [events.Close(0, A), m.Release(1, 0, True)]
     assert story.asks(effects[2:]).exclude == (A,)
     error = gives_up(story.then(events.Answer(2, errors.VersionGone("only excluded sources are left"))))
     assert type(error) is errors.UsageError and error.peer == "a/0"
@@ -400,7 +400,7 @@ def test_another_layout_closes_what_is_still_being_read():
     effects = story.then(granted(2, grant(0, C, whole)))
     assert effects == [
         events.Close(1, B),
-        events.EndLease(1, 1, False),
+        m.Release(1, 1, False),
         events.Restart(CHECKPOINT),
         events.Open(ShardKey(7, CHECKPOINT, 0, 1), grant(0, C, whole), 2),
     ]
@@ -424,7 +424,7 @@ def test_at_the_deadline_it_says_what_is_missing_from_whom():
     story.at(TIMEOUT_S - 0.001, events.Tick())
     assert not story.machine.finished and story.machine.next_deadline() == TIMEOUT_S
     effects = story.at(TIMEOUT_S, events.Tick())
-    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, False)]
+    assert effects[:2] == [events.Close(0, A), m.Release(1, 0, False)]
     error = gives_up(effects)
     assert isinstance(error, errors.DeadlineExceeded)
     assert (error.version, error.peer, error.phase, error.timeout_s) == (7, "a/0", "read", TIMEOUT_S)
@@ -485,7 +485,7 @@ def test_a_grant_after_the_deadline_is_given_back_at_once():
     story, of = Story(), manifest(1)
     story.begin()
     effects = story.at(TIMEOUT_S + 0.5, granted(1, grant(0, A, of)))
-    assert effects[1:3] == [events.Close(0, A), events.EndLease(1, 0, False)]
+    assert effects[1:3] == [events.Close(0, A), m.Release(1, 0, False)]
     assert isinstance(gives_up(effects), errors.DeadlineExceeded)
 
 

@@ -28,8 +28,8 @@ class SlowHub:
         self.asked.append(make(7 + len(self.asked)).request_id)
         return Future()
 
-    def end_lease(self, request_id: int, shard: int | None = None, **_: object) -> None:
-        self.ended.append(request_id)
+    def end_lease(self, ended: m.Release) -> None:
+        self.ended.append(ended.request_id)
 
 
 def make(hub: SlowHub) -> runner.Transfer:

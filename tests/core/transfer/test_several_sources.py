@@ -6,6 +6,7 @@ import msgspec
 from replication_story import LIMITS, A, B, C, Story, grant, granted, manifest
 
 from tensorhub_plugins.core import errors
+from tensorhub_plugins.core.protocol.messages import Release
 from tensorhub_plugins.core.transfer import events
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
@@ -65,7 +66,7 @@ def test_who_is_done_takes_over_from_who_hangs():
     story.now += 1.0
     effects = story.then(events.Arrived(0, B, 31, True))
     assert effects[0] == events.Verified(0, B, 31)
-    assert effects[1:3] == [events.Close(0, A), events.EndLease(1, 0, False)]
+    assert effects[1:3] == [events.Close(0, A), Release(1, 0, False)]
     assert isinstance(effects[3], events.Read) and effects[3].segments == tuple(range(len(effects[3].segments)))
     assert "slow" in story.machine.losses[0]
 
@@ -82,7 +83,7 @@ def test_who_was_left_is_given_nothing_more():
     hangs.assigned, hangs.rate = dict.fromkeys(range(30, 40)), 100.0  # and this one may have fifty
     story.now += 10.0
     effects = story.then(events.Tick())
-    assert effects[:3] == [events.Close(0, B), events.EndLease(2, 0, False), events.Read(0, A, (30, 31, 32, 33))]
+    assert effects[:3] == [events.Close(0, B), Release(2, 0, False), events.Read(0, A, (30, 31, 32, 33))]
     assert not [effect for effect in effects[3:] if isinstance(effect, events.Read)]
     assert list(state.queue) == list(range(34, 40))
 
@@ -174,14 +175,14 @@ def test_the_lease_of_an_additional_source_that_is_of_no_use_is_ended():
         story = two_sources(40)
         late = msgspec.structs.replace(granted(3, grant(0, C, of), version=version), additional=True)
         story.machine.limits = msgspec.structs.replace(story.machine.limits, sources_max=2)
-        assert story.then(late) == [events.EndLease(3, shard, False)]
+        assert story.then(late) == [Release(3, shard, False)]
 
 
 def test_when_one_of_two_dies_the_other_goes_on_and_nobody_is_asked():
     story = two_sources(40)
     story.then(events.Opened(0, B, manifest(40)))
     effects = story.then(events.Lost(0, A, "died"))
-    assert effects[:2] == [events.Close(0, A), events.EndLease(1, 0, True)]
+    assert effects[:2] == [events.Close(0, A), Release(1, 0, True)]
     assert not [e for e in effects if isinstance(e, events.AskSources)]
     came = deliver(story, {B: 50.0}, until=10.0)
     assert came[B] == 40
@@ -192,4 +193,4 @@ def test_a_further_grant_for_what_is_done_is_given_back():
     story.open(1, (A, of))
     story.arrive(0, A, 0)
     further = msgspec.structs.replace(granted(2, grant(0, B, of)), additional=True)
-    assert story.then(further) == [events.EndLease(2, 0, False)]
+    assert story.then(further) == [Release(2, 0, False)]
