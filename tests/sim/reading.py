@@ -249,17 +249,13 @@ class Transfer:
     """The shell around one Replication."""
 
     def __init__(self, worker: Worker, asked: Replicate, then: Callable[[Got | type[TensorHubError]], None]) -> None:
-        self.worker, self.world, self.then = worker, worker.world, then
+        self.worker, self.world, self.then, self.for_others = worker, worker.world, then, asked.for_others
+        wanted = m.Acquire(0, asked.version, asked.at_least, asked.layouts, asked.timeout_s, claim=asked.claim)
         self.machine = replication.Replication(
-            asked.version,
-            asked.at_least,
-            asked.layouts,
-            asked.claim,
+            msgspec.structs.replace(wanted, serve=True, for_others=asked.for_others),
             self.world.now + asked.timeout_s,
             asked.timeout_s,
             verify=self.world.verify,
-            serve=True,
-            for_others=asked.for_others,
             limits=SMALL,
         )
         created_after = worker.machine.last_request_id + 1
@@ -363,7 +359,7 @@ class Transfer:
             worker.whole(offer.key)
         worker.carry_out(worker.shelf.complete(self.read))
         self.world.counts["replications"] += 1
-        if not machine.for_others:
+        if not self.for_others:
             worker.see(machine.version)
         self._end(Got(machine.version, machine.layout, shards))
 
@@ -378,7 +374,7 @@ class Transfer:
             self._close_links()
         else:
             self._drop(restarts=False)
-            self.world.counts[f"{'held_no_copy' if self.machine.for_others else 'gave_up'}_{outcome.__name__}"] += 1
+            self.world.counts[f"{'held_no_copy' if self.for_others else 'gave_up'}_{outcome.__name__}"] += 1
         self.worker.later(0.0, lambda: self.then(outcome))
 
     def _close_links(self) -> None:

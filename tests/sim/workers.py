@@ -388,7 +388,7 @@ class Worker:
 
     def hold(self, version: int) -> Program:
         """A copy for others, as client/copies.py reads it."""
-        if any(transfer.machine.for_others and transfer.machine.version == version for transfer in self.transfers):
+        if any(transfer.for_others and transfer.machine.version == version for transfer in self.transfers):
             return
         if has_whole(self.offers, version):
             return

@@ -35,7 +35,8 @@ class Story:
     def __init__(self, version: int | str = 7, layouts: tuple[str, ...] = (CHECKPOINT,), **options: object) -> None:
         number = 0 if version == LATEST else version
         self.now = 0.0
-        self.machine = replication.Replication(number, 3, layouts, False, TIMEOUT_S, TIMEOUT_S, **options)
+        wanted = m.Acquire(0, number, 3, layouts, TIMEOUT_S, grows=bool(options.pop("grows", False)))
+        self.machine = replication.Replication(wanted, TIMEOUT_S, TIMEOUT_S, **options)
 
     def at(self, now: float, event: events.Event) -> list[events.Effect]:
         """Return the effects of an event, once there is memory for what the machine wants to prepare."""

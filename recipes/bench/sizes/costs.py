@@ -328,8 +328,8 @@ def of_a_reader(stage: Stage) -> Iterator[Step]:
 def of_a_transfer(stage: Stage, read: Reader, *, once: bool) -> Iterator[Step]:
     """Yield the steps of the machine, and of the loop around it, with everything available at once."""
     limits = TransferLimits()
-    how: dict[str, Any] = {"deadline": FOR_EVER, "timeout_s": 1.0, "limits": limits, "in_part": True}
-    machine = replication.Replication(read.version, 0, (CHECKPOINT,), False, **how)
+    wanted = messages.Acquire(0, read.version, 0, (CHECKPOINT,), 1.0, in_part=True)
+    machine = replication.Replication(wanted, FOR_EVER, wanted.timeout_s, limits=limits)
     grants = tuple(
         messages.Grant(k, b"%016d" % k, f"trainer/{k}", {}, Location(), manifest.root(), manifest.size_bytes, 0)
         for k, manifest in enumerate(read.manifests)

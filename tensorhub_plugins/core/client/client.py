@@ -436,29 +436,39 @@ class Client(History):
         self._transfer(into, version, (types.CHECKPOINT,), allowed, claim=False)
         self._serving.releaser(into.allocated.values())()  # what was here before is not offered a second time
 
+    def _machine_for(
+        self, destinations: Destinations, version: int | str, layouts: tuple[str, ...], allowed: Allowed, *, claim: bool
+    ) -> replication.Replication:
+        number = 0 if version == types.LATEST else types.check_version(version)
+        wanted = messages.Acquire(
+            request_id=0,
+            version=number,
+            at_least=0 if number else self._seen,
+            layouts=tuple(types.check_name("layout", layout) for layout in layouts),
+            timeout_s=allowed.begins_with - allowed.began,
+            claim=claim,
+            serve=destinations.serve,
+            for_others=destinations.for_others,
+            in_part=destinations.in_part,
+            grows=allowed.grows,
+        )
+        return replication.Replication(
+            wanted,
+            deadline=allowed.begins_with,
+            timeout_s=wanted.timeout_s,
+            verify=self._verify,
+            algorithm=self.digest if self.digest == digests.BLAKE3 else None,
+            borrows=destinations.borrows,
+            location=self._location,
+            limits=self._limits,
+        )
+
     def _transfer(
         self, destinations: Destinations, version: int | str, layouts: tuple[str, ...], allowed: Allowed, *, claim: bool
     ) -> Outcome:
         """Read into these destinations; after an error release what they had."""
         self._check_open()
-        number = 0 if version == types.LATEST else types.check_version(version)
-        machine = replication.Replication(
-            version=number,
-            at_least=0 if number else self._seen,
-            layouts=tuple(types.check_name("layout", layout) for layout in layouts),
-            claim=claim,
-            deadline=allowed.begins_with,
-            timeout_s=allowed.begins_with - allowed.began,
-            grows=allowed.grows,
-            verify=self._verify,
-            algorithm=self.digest if self.digest == digests.BLAKE3 else None,
-            serve=destinations.serve,
-            for_others=destinations.for_others,
-            in_part=destinations.in_part,
-            borrows=destinations.borrows,
-            location=self._location,
-            limits=self._limits,
-        )
+        machine = self._machine_for(destinations, version, layouts, allowed, claim=claim)
         transfer = Transfer(machine, self._hub, self._transports, destinations, self._hub.unreached, self._worker)
         calls.when_interrupted(lambda: transfer.stop(calls.Interrupted()))
         with self._lock:

@@ -19,6 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core import errors
@@ -39,25 +40,17 @@ UNREACHED_REMEDY = f"if a source lives that cannot be connected to from here, {r
 
 @dataclass
 class Replication:
-    """The state of one transfer. layouts: in order of preference. claim, serve, for_others, in_part: as in Acquire.
-    borrows: whether a source on this host is asked to lend its memory. verify: whether the shell compares digests.
-    algorithm: the only digest algorithm that is accepted; None: any.
+    """The state of one transfer. wanted: the first request for sources; the others follow from it. If it grows, each
+    shard extends the deadline by the time for its size, each segment to TIMEOUT_S from then. borrows: whether a source
+    on this host is asked to lend its memory. verify: whether the shell compares digests. algorithm: the only digest
+    algorithm that is accepted; None: any. deadline: an instant on the clock of `now`. timeout_s: the same as seconds,
+    for errors."""
 
-    deadline: an instant on the clock of `now`. timeout_s: the same as seconds, for errors. grows: the caller has given
-    no deadline, and each shard extends it by the time for its size, each segment to TIMEOUT_S from then."""
-
-    version: int
-    at_least: int
-    layouts: tuple[str, ...]
-    claim: bool
+    wanted: m.Acquire
     deadline: float
     timeout_s: float
     verify: bool = True
-    serve: bool = False
-    for_others: bool = False
-    in_part: bool = False
     borrows: bool = False
-    grows: bool = False
     location: Location = Location()  # of the reader
     limits: TransferLimits = TransferLimits()
     algorithm: str | None = None
@@ -68,7 +61,7 @@ class Replication:
     losses: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.finished = False
+        self.version, self.finished = self.wanted.version, False
         self._asking = False  # an AskSources is unanswered
         self._asking_more = False
         self._ask_at: float | None = None
@@ -151,26 +144,20 @@ class Replication:
         orphans = tuple(shard for shard, state in self.shards.items() if not state.sources and not state.is_done)
         self._asking, self._ask_at = True, None
         left_s = remaining_s(self.deadline, now)
-        self._effects.append(events.AskSources(self._acquire(self.layouts, orphans, left_s, claim=self.claim)))
+        self._effects.append(events.AskSources(self._acquire(orphans, left_s)))
 
-    def _acquire(self, layouts: tuple[str, ...], shards: tuple[int, ...], timeout_s: float, **more: Any) -> m.Acquire:
-        """Return the request for sources of these shards. more: its other fields."""
-        return m.Acquire(
-            request_id=0,
+    def _acquire(self, shards: tuple[int, ...], timeout_s: float, **other: Any) -> m.Acquire:
+        """Return the request for sources of these shards. other: fields that are not as in the first one."""
+        return msgspec.structs.replace(
+            self.wanted,
             version=self.version,
-            at_least=self.at_least,
-            layouts=layouts,
             timeout_s=timeout_s,
             shards=shards,
             shards_layout=self.layout,
             shard_count=self.shard_count,
             avoid=tuple(self._avoid),
             exclude=tuple(self._exclude),
-            serve=self.serve,
-            for_others=self.for_others,
-            in_part=self.in_part,
-            grows=self.grows,
-            **more,
+            **other,
         )
 
     def _answer(self, request_id: int, reply: m.Granted | errors.TensorHubError, now: float) -> None:
@@ -257,7 +244,7 @@ class Replication:
     def _prepared(self, event: events.Prepared, now: float) -> None:
         state = self.shards[event.shard]
         state.lender = state.lender if event.is_borrowed else None
-        if self.grows and self._key(event.shard) not in self._grown:
+        if self.wanted.grows and self._key(event.shard) not in self._grown:
             self._grown.add(self._key(event.shard))
             self._extend(size_s(event.size_bytes))
         state.has_bases = 2 * event.based > len(event.needed)
@@ -303,8 +290,8 @@ class Replication:
         self._asking_more = True
         urgent = reason == "slow"
         left_s = remaining_s(self.deadline, now) if urgent else 0.0  # else: one that is idle now, or none
-        asked = self._acquire((self.layout,), (shard,), left_s, beside=tuple(state.sources), urgent=urgent)
-        self._effects.append(events.AskSources(asked))
+        other = {"layouts": (self.layout,), "claim": False, "beside": tuple(state.sources), "urgent": urgent}
+        self._effects.append(events.AskSources(self._acquire((shard,), left_s, **other)))
 
     def _arrived(self, event: events.Arrived, now: float) -> None:
         source = self._current(event.shard, event.session)
@@ -316,7 +303,7 @@ class Replication:
             self._arrived_corrupt(event, now)
             return
         self._retries = 0  # progress: the next loss is a new one
-        if self.grows and self.deadline < now + TIMEOUT_S:  # what is slow but comes is waited for
+        if self.wanted.grows and self.deadline < now + TIMEOUT_S:  # what is slow but comes is waited for
             self._extend(now + TIMEOUT_S - self.deadline)
         del state.missing[event.segment]
         source.arrived(event.segment, now, waited=event.waited, by_delta=event.by_delta)

@@ -33,7 +33,7 @@ class SlowHub:
 
 
 def make(hub: SlowHub) -> runner.Transfer:
-    machine = Replication(1, 0, (CHECKPOINT,), False, 1e9, 1e9)
+    machine = Replication(m.Acquire(0, 1, 0, (CHECKPOINT,), 1e9), 1e9, 1e9)
     return runner.Transfer(machine, hub, {}, SimpleNamespace())
 
 
@@ -62,7 +62,7 @@ def test_no_reader_writes_any_more_when_a_transfer_has_returned(writes: bool) ->
 
 def a_reader(inbox: Events | None = None, transports: dict[str, SimpleNamespace] | None = None) -> SourceReader:
     grant = m.Grant(0, b"s" * 16, "a/0", {"tcp": "x"}, Location(), b"root", 1)
-    machine = Replication(1, 0, (CHECKPOINT,), False, 1e9, 1e9)
+    machine = Replication(m.Acquire(0, 1, 0, (CHECKPOINT,), 1e9), 1e9, 1e9)
     return SourceReader(ShardKey(1, CHECKPOINT), grant, transports or {}, machine, inbox or queue.SimpleQueue())
 
 
