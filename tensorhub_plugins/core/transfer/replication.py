@@ -273,7 +273,7 @@ class Replication:
                     state.peer = state.sources[session].grant.worker
                     self.losses.append(f"shard {shard} from {state.peer}: it was slow, another took over its rest")
                     self._avoid[session] = None
-                    self._leave(shard, state, session, lost=False)
+                    self._leave(shard, state, session)
                 case _:
                     assert_never(action)
 
@@ -338,7 +338,7 @@ class Replication:
         """Ask the sources of a shard whose bytes are all here whether they have withdrawn it meanwhile."""
         for session, source in list(state.sources.items()):
             if not source.given:
-                self._leave(shard, state, session, lost=False)
+                self._leave(shard, state, session)
             elif not source.is_checked:
                 source.is_checked = True
                 self._effects.append(events.ConfirmEpoch(shard, session))
@@ -354,7 +354,7 @@ class Replication:
         elif source.assigned:
             self._lost(shard, session, f"{len(source.assigned)} segments did not arrive", now)
         else:
-            self._leave(shard, state, session, lost=False)
+            self._leave(shard, state, session)
             self._complete_if_done()
 
     def _complete_if_done(self) -> None:
@@ -364,22 +364,12 @@ class Replication:
 
     # --- losses ---
 
-    def _leave(
-        self,
-        shard: int,
-        state: Shard,
-        session: bytes,
-        *,
-        lost: bool,
-        corrupt: tuple[int, ...] = (),
-        refused: bool = False,
-    ) -> None:
+    def _leave(self, shard: int, state: Shard, session: bytes, *, lost: bool = False, **why: Any) -> None:
+        """Leave a source. why: what the hub is to know besides, as in Release."""
         request_id = state.remove(session, lost=lost).request_id
-        self._effects += [events.Close(shard, session), m.Release(request_id, shard, lost, corrupt, refused)]
+        self._effects += [events.Close(shard, session), m.Release(request_id, shard, lost, **why)]
 
-    def _lost(
-        self, shard: int, session: bytes, why: str, now: float, *, corrupt: tuple[int, ...] = (), refused: bool = False
-    ) -> None:
+    def _lost(self, shard: int, session: bytes, why: str, now: float, **more: Any) -> None:
         source = self._current(shard, session)
         if source is None:
             return
@@ -387,7 +377,7 @@ class Replication:
         self.losses.append(f"shard {shard} from {source.grant.worker}: {why}")
         state.peer = source.grant.worker
         self._avoid[session] = None
-        self._leave(shard, state, session, lost=True, corrupt=corrupt, refused=refused)
+        self._leave(shard, state, session, lost=True, **more)
         if state.is_whole:
             self._complete_if_done()  # every byte had arrived intact: nothing is lost with the source
             return
