@@ -330,10 +330,11 @@ class Hub:
             text = f"more than {PENDING_PER_SESSION_MAX} requests pending, or {PENDING_ITEMS_MAX} shards in them"
             self._outbox.refuse(worker, request_id, "UsageError", text)
             return
-        problem = (over(worker) or self._namesakes.taken(worker)) if changes(message) else None
-        if problem is not None:
-            self._outbox.refuse(worker, request_id, "Superseded", problem)
-            return
+        if (worker.is_zombie or worker.is_replaced) and changes(message):
+            problem = over(worker) or self._namesakes.taken(worker)
+            if problem is not None:
+                self._outbox.refuse(worker, request_id, "Superseded", problem)
+                return
         match message:
             case m.Publish(_, holding):
                 self._publishing.publish(worker, request_id, holding, now)

@@ -89,9 +89,8 @@ class Namesakes:
         return hmac.digest(self._lease_key, said, hashlib.sha256)[:16]
 
     def taken(self, worker: Worker) -> str | None:
-        """Return why this worker has lost its name to another one; None: it still has it."""
-        others = self._others(worker.session, worker.hello) if worker.is_replaced else []
-        if all(other.is_replaced for other in others):
+        """Return why a worker that was replaced has lost its name to another one; None: it still has it."""
+        if all(other.is_replaced for other in self._others(worker.session, worker.hello)):
             return None
         if not self._is_on and worker.session not in self._warned:
             self._warned = {worker.session, *(self._warned & self._registry.workers.keys())}

@@ -142,7 +142,7 @@ class Publishing:
         self._registry.refresh_candidate(worker, key)
         if not version.visible and self._shows(version, mine):
             self._show(history, version, now)
-        if worker.role != "reader" and version.visible:
+        if version.number in history.aside and worker.role != "reader" and version.visible:
             self._take_in(history, version, now)
         return None
 
@@ -176,7 +176,7 @@ class Publishing:
 
     def _take_in(self, history: History, version: Version, now: float) -> None:
         """Record what readers have reported of a version before a publisher named it, where it is the same."""
-        for worker in list(history.aside.get(version.number, {}).values()):
+        for worker in list(history.aside[version.number].values()):
             for said in [said for key, said in worker.aside.items() if key.version == version.number]:
                 self.hold(worker, said.holding, now, as_of=said.as_of, offered=said.offered)
 
@@ -195,7 +195,7 @@ class Publishing:
         begun = worker.history.directive.attempts
         if is_new and announced.origin == "published" and attempt_of(key.version) > (begun[-1].number if begun else 0):
             return f"version {version_text(key.version)}: that attempt was not begun: Client.begin says which is next"
-        if self._standing(worker, announced, offered, now) == "refused":
+        if worker.role == "reader" and self._standing(worker, announced, offered, now) == "refused":
             return nobody_has_published(key)
         return None
 

@@ -292,13 +292,16 @@ class Server(OfThisProcess):
                     raise ProtocolError("not a tensorhub client: is something else talking to this port?")
                 message = messages.decode_from_client(frame)
             except ProtocolError as error:
-                now = self._clock()
-                if now - self._refused_at[0] > 1.0:
-                    self._refused_at = [*self._refused_at[1:], now]
-                    self._log(logging.WARNING, f"refused a message from {public_name(identity).hex()[:8]}: {error}")
-                self._send(identity, messages.Refused(0, "ProtocolError", str(error)))
+                self._refuse(identity, error)
                 continue
             self._handle(hub.Received(self._names.public(identity, self._hub.workers), message, role), self._now())
+
+    def _refuse(self, identity: bytes, error: ProtocolError) -> None:
+        now = self._clock()
+        if now - self._refused_at[0] > 1.0:
+            self._refused_at = [*self._refused_at[1:], now]
+            self._log(logging.WARNING, f"refused a message from {public_name(identity).hex()[:8]}: {error}")
+        self._send(identity, messages.Refused(0, "ProtocolError", str(error)))
 
     def _receive_one(self) -> tuple[bytes, bytes, Role]:
         """Return the connection's identity, a frame, and its role: publisher, where the hub has no secret."""
