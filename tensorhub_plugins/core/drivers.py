@@ -318,8 +318,10 @@ def devices_in_use() -> list[torch.device]:
 
 def carried() -> Callable[[], AbstractContextManager[None]]:
     """Return a context with the calling thread's CUDA device and streams, for a thread that works for it to enter."""
-    if not _cuda.is_initialized():
-        return contextlib.nullcontext
+    return _carried() if _cuda.is_initialized() else contextlib.nullcontext
+
+
+def _carried() -> Callable[[], AbstractContextManager[None]]:
     device = _cuda.current_device()
     streams = [_cuda.current_stream(index) for index in range(_cuda.device_count())]
     chosen = [stream for stream in streams if stream.cuda_stream]  # the default stream is shared by all threads

@@ -30,8 +30,10 @@ class Progress:
 
     def note(self, done: float, now: float) -> None:
         """Show that so much is done at `now` (of time.monotonic()), if it is time to."""
-        if now < self._due:
-            return
+        if now >= self._due:
+            self._show(done, now)
+
+    def _show(self, done: float, now: float) -> None:
         if self._bar is None and sys.stderr is not None and sys.stderr.isatty() and (tqdm := _tqdm()) is not None:
             self._bar = tqdm(desc=self.what, unit=self._unit, unit_scale=self._unit == "B", leave=False, mininterval=0)
         if self._bar is not None:

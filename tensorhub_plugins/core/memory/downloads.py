@@ -101,7 +101,10 @@ class Downloads:
                 target, source = staging.as_bytes(target, source)
         if source.nbytes < FILLED_FROM_BYTES:
             target.copy_(source)
-            return
+        else:
+            self._fill_in_parts(source, target, deadline)
+
+    def _fill_in_parts(self, source: torch.Tensor, target: torch.Tensor, deadline: float) -> None:
         if self._filling is None:
             self._filling = resources.pool_of(min(HOST_THREADS_MAX, cores()), "tensorhub-fill")
 

@@ -519,18 +519,24 @@ class Slab(OfThisProcess):
     def _digests(
         self, segment_size_bytes: int, algorithm: str, threads: int | None = None, deadline: float = NEVER
     ) -> bytes:
-        """Return the digests of all segments, joined. A device's are taken there, or while the next piece is copied."""
-        if self.device is None:
-            digest = partial(self.digest, algorithm=algorithm)
-            return digests_of_segments(digest, self.size_bytes, segment_size_bytes, threads=threads, deadline=deadline)
+        """Return the digests of all segments, joined."""
+        if self.device is not None:
+            return self._digests_of(self.device, segment_size_bytes, algorithm, threads, deadline)
+        digest = partial(self.digest, algorithm=algorithm)
+        return digests_of_segments(digest, self.size_bytes, segment_size_bytes, threads=threads, deadline=deadline)
+
+    def _digests_of(
+        self, device: devices.Device, segment_size_bytes: int, algorithm: str, threads: int | None, deadline: float
+    ) -> bytes:
+        """Do the same for memory of a device: its digests are taken there, or while the next piece is copied."""
         if algorithm == XXH3:
-            there = digests_there(self.device, self._cut_flats, self.size_bytes, segment_size_bytes)
+            there = digests_there(device, self._cut_flats, self.size_bytes, segment_size_bytes)
             if there is not None:
                 return there
-        step = max(self.device.piece_size_bytes // segment_size_bytes, 1) * segment_size_bytes
+        step = max(device.piece_size_bytes // segment_size_bytes, 1) * segment_size_bytes
         ranges = [(start, min(start + step, self.size_bytes)) for start in range(0, self.size_bytes, step)]
         joined = []
-        for host in self.device.pieces(self._cut_flats, until(deadline, ranges, 1)):
+        for host in device.pieces(self._cut_flats, until(deadline, ranges, 1)):
             joined.append(digests_of_view(memory_of(host), segment_size_bytes, algorithm, threads))
         return b"".join(joined)
 
