@@ -173,15 +173,7 @@ class Destinations:
             hoped = needed
         else:
             hoped = tuple(segment for segment in needed if contents.get(segment) == manifest.digest(segment))
-        every = len(hoped) == manifest.segment_count  # these are digested by several threads
-        if not hoped:
-            in_place = frozenset[int]()
-        elif is_alike:
-            in_place = frozenset(hoped) - frozenset(
-                slab.damaged(manifest, None if every else hoped, deadline=self.deadline)
-            )
-        else:
-            in_place = frozenset(filter(ReadPlan(manifest, slab, planned).is_there, until(self.deadline, hoped, 1)))
+        in_place = self._present(slab, manifest, planned, hoped) if hoped else frozenset()
         for segment in sorted(in_place):
             self.verified(key.shard, segment)
         missing = tuple(segment for segment in needed if segment not in in_place)
@@ -193,6 +185,15 @@ class Destinations:
         for segment in sorted(copied):
             self.verified(key.shard, segment)
         return tuple(segment for segment in missing if segment not in copied)
+
+    def _present(
+        self, slab: Slab, manifest: Manifest, planned: Sequence[Move], hoped: tuple[int, ...]
+    ) -> frozenset[int]:
+        """Return those of these segments whose bytes in the slab have the right digest."""
+        if slab.specs != manifest.tensors:
+            return frozenset(filter(ReadPlan(manifest, slab, planned).is_there, until(self.deadline, hoped, 1)))
+        every = len(hoped) == manifest.segment_count  # these are digested by several threads
+        return frozenset(hoped) - frozenset(slab.damaged(manifest, None if every else hoped, deadline=self.deadline))
 
     def bases(self, shard: int) -> Bases | None:
         return self._bases.get(shard)

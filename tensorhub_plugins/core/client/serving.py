@@ -352,8 +352,11 @@ class Serving:
         table = TensorTable.of(specs)
         if for_others and table.size_bytes > (room := self.room_bytes()):  # it was more when reported to the hub
             raise UsageError(f"a copy of {table.size_bytes / 1e6:.1f} MB, and room for {room / 1e6:.1f} MB is left")
-        self.changes.deltas.limit(self._left_bytes() - table.size_bytes)
-        if not for_others:
+        left_bytes = self._left_bytes() - table.size_bytes
+        self.changes.deltas.limit(left_bytes)
+        if left_bytes >= 0:
+            self._is_over = False
+        elif not for_others:
             self._spend(table.size_bytes, refuses=self._budget.refuses and not is_read)
         slab = self.pool.take(table, deadline, of_read)
         self._fetched.pop(slab, None)
