@@ -192,6 +192,10 @@ class Handshakes:
 
     def problem(self, now: float) -> str | None:
         """Return why the hub does not admit us, once when that is certain; None: there is nothing new."""
+        has_news = bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return self._look_into(now) if has_news or self._redial_at is not None or self._mechanism is not None else None
+
+    def _look_into(self, now: float) -> str | None:
         failed = False
         with contextlib.suppress(zmq.Again):
             while True:
