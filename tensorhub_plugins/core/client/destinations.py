@@ -146,7 +146,7 @@ class Destinations:
 
     def announce_read(self, key: ShardKey) -> None:
         if self.serve:
-            self._serving.grant(self._read, key)
+            self._serving.decide(lambda shelf: shelf.grant(self._read, key))
 
     def prepare(self, key: ShardKey, manifest: Manifest, loan: Borrowed | None = None) -> Slab:
         slab = self.slabs[key.shard] = self._memory_for(key, manifest, loan)
@@ -202,7 +202,7 @@ class Destinations:
         if shard in self._contents:
             self._contents[shard].note(segment, self._manifests[shard].digest(segment))
         if shard in self._offered:
-            self._serving.verified(self._read, self._offered[shard], segment)
+            self._serving.decide(lambda shelf: shelf.verified(self._read, self._offered[shard], segment))
 
     def restart(self) -> None:
         self._drop(restarts=True)
@@ -298,7 +298,10 @@ class Destinations:
 
     def _drop(self, *, restarts: bool) -> None:
         if self.serve:
-            self._serving.drop(self._read, restarts=restarts)
+            hub = self._serving.hub
+            self._serving.decide(
+                lambda shelf: shelf.drop(self._read, restarts_after=hub.last_request_id + 1 if restarts else None)
+            )
         for slab in self.allocated.values():
             if slab in self._claims:
                 self._claims.pop(slab).end()

@@ -118,14 +118,14 @@ class Serving:
         offer = self._offer_of(key, manifest, slab, self.hub.last_request_id + 1, lends=lends)
         offer.mark_all_ready()
         try:
-            for answer in self._decide(
-                lambda: self._shelf.publish(key, manifest, offer, returns=self._returns(key), was_read=was_read),
+            for answer in self.decide(
+                lambda it: it.publish(key, manifest, offer, returns=self._returns(key), was_read=was_read),
                 deadline,
             ):
                 calls.result(answer)  # the session machine ends every request at its deadline
         except BaseException as error:
             is_left = isinstance(error, calls.Interrupted)
-            self._decide(lambda: self._shelf.refused(key, offer, left=is_left))
+            self.decide(lambda it: it.refused(key, offer, left=is_left))
             offer.withdraw()  # the shelf may not have taken it
             raise
         with self._changed:
@@ -134,7 +134,7 @@ class Serving:
 
     def take_back(self, keys: Iterable[ShardKey]) -> None:
         """Withdraw these, and notify the hub: the caller that put them here does not know of them."""
-        self._decide(lambda: self._shelf.take_back(keys))
+        self.decide(lambda it: it.take_back(keys))
 
     def unpublish(self, version: int, layout: str | None, timeout_s: float | None) -> UnpublishReport:
         """Unpublish a version, as `Client.unpublish`."""
@@ -165,7 +165,7 @@ class Serving:
 
     def supersede(self, lineage: Lineage) -> None:
         """Withdraw what a newer attempt of the trainer has superseded. Does not block."""
-        self._soon(self._decide, lambda: self._shelf.supersede(lambda version: is_superseded(version, lineage)))
+        self._soon(self.decide, lambda it: it.supersede(lambda version: is_superseded(version, lineage)))
 
     def _release(self, ticket: shelf.Ticket) -> None:
         with self._changed:  # after a wait in the queue it may be published again by now
@@ -195,7 +195,7 @@ class Serving:
         deadline = Deadline(max(deadline, time.monotonic() + RETAIN_S))
         try:
             damaged += self._check_adopted(ticket, deadline, moves=True) if reply.must_retain else ()
-            self._decide(lambda: self._shelf.unpublished(ticket, keep=reply.must_retain), deadline)
+            self.decide(lambda it: it.unpublished(ticket, keep=reply.must_retain), deadline)
         except DeadlineExceeded as error:
             text = "the last copy could not be moved to host memory in time: it is offered on, and must not change yet"
             raise error.within(text, version=version, phase="retain", timeout_s=timeout_s) from error
@@ -232,7 +232,7 @@ class Serving:
         with self._changed:
             if effect.was_published:
                 self._disowned = UsageError(text, version=effect.key.version, shard=effect.key.shard)
-        self._decide(lambda: self._shelf.damaged(self._shelf.offering(effect.key)))
+        self.decide(lambda it: it.damaged(self._shelf.offering(effect.key)))
 
     def take_disowned(self) -> UsageError | None:
         """Return the error for what was published here and a later hub does not accept; once, then None."""
@@ -291,7 +291,7 @@ class Serving:
             len(names),
             list(names[:NAMES_SHOWN_MAX]),
         )
-        self._decide(lambda: self._shelf.damaged(ticket))
+        self.decide(lambda it: it.damaged(ticket))
         return names
 
     # --- serve what is being read ---
@@ -300,12 +300,6 @@ class Serving:
         """Begin a transfer; return its number, by which the calls below name it."""
         with self._changed:
             return self._shelf.begin_read(self.hub.last_request_id + 1, is_for_others=for_others)
-
-    def grant(self, read: int, key: ShardKey) -> None:
-        """Note that this transfer will read this shard: readers may be sent here for it, and wait."""
-        with self._changed:
-            self._shelf.grant(read, key)
-            self._changed.notify_all()
 
     def prepare(self, read: int, key: ShardKey, manifest: Manifest, slab: Slab) -> None:
         with self._changed:
@@ -316,9 +310,6 @@ class Serving:
             self._changed.notify_all()
         self._carry_out(effects)
 
-    def verified(self, read: int, key: ShardKey, segment: int) -> None:
-        self._decide(lambda: self._shelf.verified(read, key, segment))
-
     def arriving(self, read: int) -> list[Offer]:
         """Return what this transfer serves to others while it arrives."""
         with self._changed:
@@ -326,14 +317,9 @@ class Serving:
 
     def complete(self, read: int) -> None:
         """Finish a transfer: everything is here. The hub is notified, without making the caller wait for it."""
-        answers = self._decide(lambda: self._shelf.complete(read))
+        answers = self.decide(lambda it: it.complete(read))
         if wait(answers, 0.0 if self.hub.is_far else ANNOUNCE_S).not_done:
             log.debug("%s: the hub has not heard yet what was read", self.worker)
-
-    def drop(self, read: int, *, restarts: bool) -> None:
-        """Withdraw what this transfer was serving. restarts: it begins anew, in another layout or other memory."""
-        hub = self.hub
-        self._decide(lambda: self._shelf.drop(read, restarts_after=hub.last_request_id + 1 if restarts else None))
 
     # --- memory ---
 
@@ -493,12 +479,12 @@ class Serving:
         with suppress(RuntimeError):
             self._background.submit(work, *about)
 
-    def _decide(
-        self, decision: Callable[[], list[shelf.Effect[Offer]]], deadline: Deadline = NEVER
+    def decide(
+        self, decision: Callable[[Shelf[Offer]], list[shelf.Effect[Offer]]], deadline: Deadline = NEVER
     ) -> list[Future[messages.Reply]]:
         """Have the shelf decide, and carry that out; return the futures of the hub's answers."""
         with self._changed:
-            effects = decision()
+            effects = decision(self._shelf)
             self._changed.notify_all()
         return self._carry_out(effects, deadline)
 

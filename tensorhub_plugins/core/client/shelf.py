@@ -270,10 +270,11 @@ class Shelf(Generic[OfferT]):
         self.readings[self.offerings] = Reading(created_after, is_for_others=is_for_others)
         return self.offerings
 
-    def grant(self, read: int, key: ShardKey) -> None:
-        """Note that this shard is about to be read."""
+    def grant(self, read: int, key: ShardKey) -> list[Effect[OfferT]]:
+        """Note that this shard is about to be read: readers may be sent here for it, and wait."""
         reading = self.readings[read]
         reading.granted = {*(reading.granted or ()), key}
+        return []
 
     def prepare(self, read: int, key: ShardKey, offer: OfferT) -> list[Effect[OfferT]]:
         """Offer a shard that has memory, and nothing in it yet. One that is here already stays, and is complete."""
