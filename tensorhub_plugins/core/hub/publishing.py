@@ -37,12 +37,11 @@ class Publishing:
             return
         if self._registry.recovering(now) and self._may_be_taken(worker, announced):
             return  # it is sent again with the next heartbeat
-        if problem := self.is_of_the_past(worker, announced):
+        if worker.history.directive.attempts and (problem := self.is_of_the_past(worker, announced)):
             self._outbox.refuse(worker, request_id, "Superseded", problem)
             return
-        problem = self.cannot_be_new(worker, announced) or self.hold(
-            worker, announced, now, as_of=request_id, offered=request_id
-        )
+        problem = self.cannot_be_new(worker, announced) if announced.key.version in worker.history.withdrawn else None
+        problem = problem or self.hold(worker, announced, now, as_of=request_id, offered=request_id)
         if problem:
             self._outbox.refuse(worker, request_id, "UsageError", problem)
         else:
@@ -79,8 +78,8 @@ class Publishing:
         """Return why this may not be added to a former attempt, of which only what counts may be passed on, or to the
         newest one by a worker that has not begun it; None: it may be added."""
         number, history = announced.key.version, worker.history
-        newest = history.directive.attempts[-1] if history.directive.attempts else None
-        if announced.origin == "replicated" or announced.key in worker.holdings or newest is None:
+        newest = history.directive.attempts[-1]
+        if announced.origin == "replicated" or announced.key in worker.holdings:
             return None
         if history.is_visible(number) and not history.is_over(number):
             return None
@@ -101,7 +100,7 @@ class Publishing:
         the last shards may come of a version that was withdrawn while its replica published it."""
         number, key = announced.key.version, announced.key
         is_here = announced.origin == "replicated" or key in worker.holdings
-        if number not in worker.history.withdrawn or is_here or self._is_missing(worker, key):
+        if is_here or self._is_missing(worker, key):
             return None
         return (
             f"version {number} was withdrawn and cannot be published again: publish under a higher number, or call "
