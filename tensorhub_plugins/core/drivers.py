@@ -310,8 +310,10 @@ def devices_in_use() -> list[torch.device]:
         used = [_cuda.current_device()] if has_context is None else [index for index in count if has_context(index)]
         return [torch.device("cuda", index) for index in used]
     other = torch.accelerator.current_accelerator()
-    if other is None or other.type == "cuda":
-        return []
+    return [] if other is None or other.type == "cuda" else _other_in_use(other)
+
+
+def _other_in_use(other: torch.device) -> list[torch.device]:
     is_initialized = getattr(torch.get_device_module(other), "is_initialized", lambda: True)
     return [torch.device(other.type, torch.accelerator.current_device_index())] if is_initialized() else []
 

@@ -93,7 +93,7 @@ def held(tensors: Mapping[str, torch.Tensor], deadline: float = NEVER) -> dict[s
 def check_kept(tensors: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor], deadline: float = NEVER) -> None:
     """Raise UsageError unless the mapping has these very tensors, or views of their memory: one that makes them when
     asked would never show what is read into them."""
-    for name, tensor in until(deadline, () if type(tensors) is dict else mine.items()):
+    for name, tensor in until(deadline, mine.items()):
         if tensors[name].data_ptr() != tensor.data_ptr():
             raise UsageError(
                 f"tensor {name!r} is another one each time that this {type(tensors).__name__} is asked for it, so that "

@@ -32,7 +32,8 @@ class LiveTensors:
     def __init__(self, tensors: Mapping[str, torch.Tensor], deadline: float = NEVER) -> None:
         self._tensors, self._deadline = held(tensors, deadline), deadline
         self.whole = Slab.adopt(self._tensors, deadline=deadline)
-        check_kept(tensors, self._tensors, deadline)
+        if type(tensors) is not dict:
+            check_kept(tensors, self._tensors, deadline)
         self.whole.check_writable()
         self.specs = self.whole.specs
         self._scratch: Slab | None = None

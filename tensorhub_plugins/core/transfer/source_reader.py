@@ -257,19 +257,24 @@ class SourceReader:
             except VersionGone as error:
                 raise SourceLost(str(error), peer=self.grant.worker, phase="open") from error
             except (SourceLost, UsageError, OSError, ValueError, RuntimeError) as error:
-                found = resources.refusal(error)
-                if found is None and isinstance(error, RuntimeError):
-                    raise
-                refused = refused or found
                 problems[name] = str(error)
-                self._refused |= isinstance(error.__cause__, ConnectionRefusedError)
-                self._forbidden |= resources.is_forbidden(error.__cause__)
-                if self._link is not None:
-                    self._link.close()
+                found = self._note_unopened(error)
+                refused = refused or found
         if refused is not None:  # on this side: no other source could be read either
             raise refused
         why = _listed(problems) or nothing_in_common(self.grant.endpoints, **where)
         raise SourceLost(why + FORBIDDEN * self._forbidden, peer=self.grant.worker, phase="open")
+
+    def _note_unopened(self, error: Exception) -> ResourceRefused | None:
+        """Note why a transport did not open the source; return what this process lacked for it, if anything."""
+        found = resources.refusal(error)
+        if found is None and isinstance(error, RuntimeError):
+            raise error
+        self._refused |= isinstance(error.__cause__, ConnectionRefusedError)
+        self._forbidden |= resources.is_forbidden(error.__cause__)
+        if self._link is not None:
+            self._link.close()
+        return found
 
     def _open_one(self, name: str, endpoint: str, deadline: float) -> tuple[Link, Manifest]:
         """Open what is to be read at one of several endpoints. Some of them may lead to another worker, or to
