@@ -8,6 +8,7 @@ on a busy machine a wait may end by its time, which enters more.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -21,7 +22,7 @@ import tensorhub_plugins.core
 
 CORE = str(Path(tensorhub_plugins.core.__file__).parent)
 TENSORS = 20
-WARM, COUNTED = 2, 5  # versions
+WARM, COUNTED = 2, 20  # versions
 
 
 class Road:
@@ -48,11 +49,13 @@ class Road:
 
     def lines(self) -> set[tuple[str, int]]:
         """Return (file, line) of all that was entered; a function within another one is not counted twice."""
-        found: set[tuple[str, int]] = set()
-        for code in tuple(self.entered):
-            source, first = inspect.getsourcelines(code)
-            found.update((code.co_filename, first + number) for number in range(len(source)))
-        return found
+        return set().union(*map(lines_of, tuple(self.entered)))
+
+
+@functools.cache
+def lines_of(code: CodeType) -> frozenset[tuple[str, int]]:
+    source, first = inspect.getsourcelines(code)
+    return frozenset((code.co_filename, first + number) for number in range(len(source)))
 
 
 def one_version(road: Road) -> None:
