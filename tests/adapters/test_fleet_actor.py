@@ -17,6 +17,7 @@ ray = pytest.importorskip("ray")
 from tensorhub_plugins.core import UsageError, version_of  # noqa: E402
 from tensorhub_plugins.core.options import TrainingOptions  # noqa: E402
 from tensorhub_plugins.vllm.ray import fleet_actor, fleet_cli, policy, preemption  # noqa: E402
+from tensorhub_plugins.vllm.ray import fleet_events as events  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_actor import FleetActor, address_of  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_starter import Starter  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen, View  # noqa: E402
@@ -94,6 +95,9 @@ class Stage:
                 task.cancel()
             await asyncio.sleep(0.01)
 
+    async def command(self, event: events.Event) -> tuple[str, bool]:
+        return await self.actor.command(event)
+
     async def report(self, *names: str, **more: Any) -> dict[str, bool]:
         seen = [Seen(name, f"handle of {name}", "n1", **{"ready": True, "version": 1, **more}) for name in names]
         return {entry.name: entry.draining for entry in opened(await self.actor.report(sealed(seen)))}
@@ -127,9 +131,9 @@ def test_commands_answer_at_once_and_what_they_begin_goes_on(monkeypatch: pytest
     async def story(stage: Stage) -> None:
         assert await stage.report("rollout-0") == {"rollout-0": False}
         stage.launcher.may_start.clear()
-        assert await stage.actor.add(1) == ("the target is 2, it was 1; starting rollout-1", False)
-        assert await stage.actor.target(2) == ("the target is 2, as it was", False)
-        assert await stage.actor.add(5000) == (
+        assert await stage.command(events.Add(1)) == ("the target is 2, it was 1; starting rollout-1", False)
+        assert await stage.command(events.SetTarget(2)) == ("the target is 2, as it was", False)
+        assert await stage.command(events.Add(5000)) == (
             "the target is 2, and 5000 more are above fleet_max, 1024",
             True,
         )
@@ -137,7 +141,7 @@ def test_commands_answer_at_once_and_what_they_begin_goes_on(monkeypatch: pytest
         await stage.until(lambda: stage.actor._state.members["rollout-1"].handle)
         assert await stage.report("rollout-0") == {"rollout-0": False, "rollout-1": False}
         await stage.report("rollout-0", "rollout-1")
-        assert "2 requests" not in (await stage.actor.drain("rollout-1", 5.0))[0]
+        assert "2 requests" not in (await stage.command(events.Drain("rollout-1", 5.0)))[0]
         assert await stage.report("rollout-0", "rollout-1") == {"rollout-0": False, "rollout-1": True}
         assert await stage.report("rollout-0", "rollout-1", draining=True) == {"rollout-0": False}
         await stage.until(lambda: ("stop", "rollout-1", "handle of rollout-1") in stage.launcher.did)
@@ -152,9 +156,10 @@ def test_a_start_nobody_wants_any_more_is_cancelled_and_cleaned_up(monkeypatch: 
     async def story(stage: Stage) -> None:
         await stage.report("rollout-0")
         stage.launcher.may_start.clear()
-        await stage.actor.add(1)
+        await stage.command(events.Add(1))
         await stage.until(lambda: ("start", "rollout-1") in stage.launcher.did)
-        assert (await stage.actor.drain("rollout-1", 1.0))[0] == "the target is 1, it was 2; rollout-1 is stopped"
+        said, _ = await stage.command(events.Drain("rollout-1", 1.0))
+        assert said == "the target is 1, it was 2; rollout-1 is stopped"
         await stage.until(lambda: ("stop", "rollout-1", None) in stage.launcher.did)
         await stage.until(lambda: stage.actor._state.gone)
 
@@ -167,7 +172,7 @@ def test_what_cannot_be_stopped_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
     async def story(stage: Stage) -> None:
         await stage.report("rollout-0", "rollout-1")
         stage.launcher.error = "Ray does not answer\nand more"
-        await stage.actor.drain("rollout-1", 1.0)
+        await stage.command(events.Drain("rollout-1", 1.0))
         await stage.report("rollout-1", draining=True)
         await stage.until(lambda: stage.launcher.did.count(("stop", "rollout-1", "handle of rollout-1")) > 1)
         stage.launcher.error = ""
@@ -180,7 +185,7 @@ def test_an_actor_that_is_started_again_goes_on_where_it_was(monkeypatch: pytest
     async def story(stage: Stage) -> None:
         await stage.report("rollout-0")
         stage.launcher.may_start.clear()
-        await stage.actor.add(1)
+        await stage.command(events.Add(1))
         await stage.until(lambda: stage.launcher.did)
         stage.actor = stage.new_actor()
         view = await stage.actor.view()
@@ -198,13 +203,13 @@ def test_the_last_that_is_ready_is_drained_at_once_only_where_that_is_asked_for(
     async def story(stage: Stage) -> None:
         await stage.report("rollout-0")
         stage.launcher.may_start.clear()
-        assert await stage.actor.drain("rollout-0", 5.0) == (
+        assert await stage.command(events.Drain("rollout-0", 5.0)) == (
             "another one is started in its place: fleet_min is 1; "
             "rollout-0 is the last that is ready: it drains when rollout-1 is, or at once with --now",
             False,
         )
         assert await stage.report("rollout-0") == {"rollout-0": False}
-        said, _ = await stage.actor.drain("rollout-0", 5.0, True)
+        said, _ = await stage.command(events.Drain("rollout-0", 5.0, True))
         assert said.endswith("it was the last that is ready: requests wait until rollout-1 is")
         assert await stage.report("rollout-0") == {"rollout-0": True}
 
@@ -256,7 +261,7 @@ def test_nobody_at_an_address_is_said_at_once_and_nothing_is_added(monkeypatch: 
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         assert await stage.actor.add_external(url) == (f"{url} joins as external-0", False)  # whatever it answers
         assert (await stage.actor.add_external(url))[0] == f"{url} is in this fleet already, as external-0"
-        await stage.actor.drain("external-0", 0.0, True)
+        await stage.command(events.Drain("external-0", 0.0, True))
         await stage.until(lambda: "external-0" in stage.actor._state.gone)
         monkeypatch.setattr(fleet_actor, "KNOCK_TIMEOUT_S", 0.05)
         silent = await stage.actor.add_external(url)  # it hangs
@@ -334,7 +339,8 @@ def test_a_spare_is_started_told_to_join_and_shown(monkeypatch: pytest.MonkeyPat
         roster = opened(await stage.actor.report(sealed([first, waits("rollout-1")])))
         assert [(entry.name, entry.kind) for entry in roster] == [("rollout-0", "first"), ("rollout-1", "spare")]
         await stage.until(lambda: shown and shown[-1] == {"tensorhub/replicas/spare": 1.0})
-        assert await stage.actor.add(1) == ("the target is 2, it was 1; rollout-1 joins, a spare", False)
+        said, _ = await stage.command(events.Add(1))
+        assert said == "the target is 2, it was 1; rollout-1 joins, a spare"
         await stage.until(lambda: ("join", "rollout-1", "handle of rollout-1") in stage.launcher.did)
         await stage.until(lambda: shown[-1] == {"tensorhub/replicas/spare": 0.0})
         # The fleet's actor is killed, and what it was told meanwhile is not lost.

@@ -29,7 +29,7 @@ from tensorhub_plugins.core import Deadline, DeadlineExceeded, TensorHubError, U
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.ray import policy
 from tensorhub_plugins.vllm.ray.fleet_actor import FleetActor, sentence
-from tensorhub_plugins.vllm.ray.fleet_events import DRAIN_TIMEOUT_S
+from tensorhub_plugins.vllm.ray.fleet_events import DRAIN_TIMEOUT_S, Add, Drain, SetTarget
 from tensorhub_plugins.vllm.ray.fleet_starter import Starter
 from tensorhub_plugins.vllm.ray.fleet_types import Launcher, View
 from tensorhub_plugins.vllm.ray.hub import ON_HEAD
@@ -91,7 +91,7 @@ class Fleet:
 
     def add(self, count: int) -> str:
         """Start so many more replicas of the run's own kind, as soon as there is room."""
-        return self._said(self.actor.add, count)
+        return self._said(self.actor.command, Add(count))
 
     def add_external(self, url: str) -> str:
         """Take in a server that was started by hand, as "http://host:port"."""
@@ -108,9 +108,9 @@ class Fleet:
         drained by its name goes on until they are. A node goes away: its members never wait."""
         if (name is None) == (node is None):
             raise UsageError("drain: give a member's name or a node, one of the two")
-        if node is not None:
+        if name is None:
             return self._said(self.actor.drain_node, node, timeout_s)
-        return self._said(self.actor.drain, name, timeout_s, now)
+        return self._said(self.actor.command, Drain(name, timeout_s, now))
 
     def undrain(self, node: str) -> str:
         """Start replicas on this node again, after `drain(node=...)`."""
@@ -118,7 +118,7 @@ class Fleet:
 
     def target(self, count: int | None) -> str:
         """Keep so many replicas of the run's own kind. None: let the policy say how many."""
-        return self._said(self.actor.target, count)
+        return self._said(self.actor.command, SetTarget(count))
 
     def _said(self, method: Any, *arguments: Any) -> str:
         text, is_refused = self._answer(method, *arguments)

@@ -72,9 +72,6 @@ class FleetActor:
         await self._begin()
         return self._state.view(time.monotonic())
 
-    async def add(self, count: int) -> tuple[str, bool]:
-        return await self._command(events.Add(count))
-
     async def add_external(self, url: str) -> tuple[str, bool]:
         try:
             url = address_of(url)
@@ -82,7 +79,7 @@ class FleetActor:
                 await knock(url)
         except UsageError as error:
             return error.message, True
-        text, is_refused = await self._command(events.AddExternal(url))
+        text, is_refused = await self.command(events.AddExternal(url))
         joining = [one for one in self._state.members.values() if one.url == url]
         deadline = Deadline.after(0.0 if is_refused else EXTERNAL_TIMEOUT_S)
         while joining[0].is_launching and deadline.remaining() > 0:
@@ -90,14 +87,6 @@ class FleetActor:
         if joining[0].state in ("stopping", "gone"):
             return joining[0].why, True
         return text, is_refused
-
-    async def target(self, count: int | None) -> tuple[str, bool]:
-        """Aim at so many; None: as many as the policy says."""
-        return await self._command(events.SetTarget(count))
-
-    async def drain(self, name: str, timeout_s: float = events.DRAIN_TIMEOUT_S, now: bool = False) -> tuple[str, bool]:
-        """Let one member leave, now or when enough others are ready."""
-        return await self._command(events.Drain(name, timeout_s, now))
 
     async def drain_node(
         self, node: str, timeout_s: float = events.DRAIN_TIMEOUT_S, why: str = "its node is drained"
@@ -107,12 +96,12 @@ class FleetActor:
         there = await self._nodes_called(node)
         hosts = {plain_host(node)} | {plain_host(name) for one in there for name in _names_of(one)}
         ids = frozenset(one["NodeID"] for one in there)
-        return await self._command(events.DrainNodes(ids, timeout_s, why, frozenset(hosts)))
+        return await self.command(events.DrainNodes(ids, timeout_s, why, frozenset(hosts)))
 
     async def undrain_node(self, node: str) -> tuple[str, bool]:
         """Use this node again: the notice was withdrawn, or the work on it is done."""
         there = await self._nodes_called(node)
-        return await self._command(events.UndrainNodes(frozenset(one["NodeID"] for one in there), node))
+        return await self.command(events.UndrainNodes(frozenset(one["NodeID"] for one in there), node))
 
     async def _nodes_called(self, name: str) -> list[dict[str, Any]]:
         """Return what Ray knows now of the nodes of this name; update the state as well."""
@@ -121,7 +110,7 @@ class FleetActor:
         self._look_at(nodes, self._state.slots, is_wanted=self._state.wanted_since < math.inf)
         return [one for one in nodes if name in _names_of(one)]
 
-    async def _command(self, event: events.Event) -> tuple[str, bool]:
+    async def command(self, event: events.Event) -> tuple[str, bool]:
         await self._begin()
         try:
             effects = self._handle(event)
