@@ -23,9 +23,22 @@ from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLi
 from tensorhub_plugins.core.transports.offer import Offer
 
 __all__ = [
-    "Bases", "DEFAULT_LIMITS", "DEFAULT_TRANSPORTS", "Link", "LinkProgress", "More", "NotServable", "Offer", "Shelf",
-    "Transport", "TransportLimits", "choices", "create", "expected", "unavailable",
-]  # fmt: skip
+    "Bases",
+    "DEFAULT_LIMITS",
+    "DEFAULT_TRANSPORTS",
+    "Link",
+    "LinkProgress",
+    "More",
+    "NotServable",
+    "Offer",
+    "Shelf",
+    "Transport",
+    "TransportLimits",
+    "choices",
+    "create",
+    "expected",
+    "unavailable",
+]
 
 # Imported on first use: importing the package opens nothing and needs nothing.
 MODULES: dict[str, tuple[str, str]] = {
