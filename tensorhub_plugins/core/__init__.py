@@ -1,7 +1,7 @@
 """The reference-oriented store: publish a version of a model's weights, replicate it from any worker that holds it.
 
 `Client` is a worker's interface, `start_server` or `tensorhub server` the hub. Importing this needs ZeroMQ and no
-framework; torch is imported with the first name that needs it: the hub, which never sees a tensor, does without.
+framework; torch, and the hub, which does without, are imported with the first name that needs them.
 
 Adapters and recipes import from here, and from `options`, `log`, `run_log` and `work`; all other modules may change.
 """
@@ -25,8 +25,6 @@ from tensorhub_plugins.core.errors import (
     VersionGone,
     VersionRefused,
 )
-from tensorhub_plugins.core.hub.limits import HubLimits
-from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable, segment_size_for
 from tensorhub_plugins.core.memory.moves import check_cover, common_box
@@ -70,6 +68,8 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.client.reports import Fetched, PublishReport, UnpublishReport
     from tensorhub_plugins.core.device import on_host, settle_host, synchronize
     from tensorhub_plugins.core.drivers import release_cached_memory
+    from tensorhub_plugins.core.hub.limits import HubLimits
+    from tensorhub_plugins.core.hub.server import Server, start_server
     from tensorhub_plugins.core.memory.adoption import forget_live_memory
     from tensorhub_plugins.core.memory.slab import Slab
     from tensorhub_plugins.core.memory.staging import copy_all
@@ -82,10 +82,10 @@ if TYPE_CHECKING:
         without_aliases,
     )
 
-_WITH_TORCH = {
+_LATER = {
+    **dict.fromkeys(("HubLimits", "Server", "start_server"), "hub.server"),
     "Client": "client.client",
-    "PREEMPTIBLE_VARIABLE": "client.arguments",
-    "here": "client.arguments",
+    **dict.fromkeys(("PREEMPTIBLE_VARIABLE", "here"), "client.arguments"),
     **dict.fromkeys(("Fetched", "PublishReport", "UnpublishReport"), "client.reports"),
     "Slab": "memory.slab",
     "forget_live_memory": "memory.adoption",
@@ -190,6 +190,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_TORCH:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

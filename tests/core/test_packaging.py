@@ -45,6 +45,15 @@ def test_the_hub_does_without_torch() -> None:
         subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=100)
 
 
+def test_a_worker_does_without_the_hub() -> None:
+    """Each process of a run imported all of it: trainers, actors, vLLM's servers, cores and workers."""
+    see = "import sys; print(*(name for name in sys.modules if name.startswith('tensorhub_plugins.core.hub')))"
+    for names, loads in (("Client, Publisher, Recovery, Slab", False), ("start_server", True)):
+        program = f"from tensorhub_plugins.core import {names}; {see}"
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+        assert bool(run.stdout.split()) is loads, run.stdout
+
+
 def test_every_public_name_is_there() -> None:
     assert all(hasattr(core, name) for name in core.__all__) and not hasattr(core, "Trainer")
 
