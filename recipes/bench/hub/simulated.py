@@ -3,7 +3,8 @@
 All that `Server` does with a message except ZeroMQ is done here and measured: its bytes are counted and decoded, the
 hub handles it, and what it sends is encoded. The workers and the wire are free: their time is not counted. The clock of
 the simulation moves by what the hub needs and by `wire_s` for each message, which is what ZeroMQ takes of the hub's
-core as measured with sockets, so that heartbeats come as often as beside a real hub with a core of its own.
+core as measured with sockets, so that heartbeats come as often as beside a real hub with a core of its own. Of more
+workers than a hub takes, each has so long a timeout that all together send no more heartbeats.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def simulate(count: int, shards: int, wire_s: float) -> dict[str, Any]:
 class _Simulation:
     def __init__(self, count: int, shards: int, wire_s: float) -> None:
         limits = HubLimits()
+        timeout_s = max(limits.session_timeout_s, (count + shards) / limits.heartbeats_per_s_max)
+        limits = HubLimits(session_timeout_s=timeout_s)
         self.now, self.wire_s = 1000.0, wire_s
         machine.SESSIONS_MAX = max(machine.SESSIONS_MAX, count + shards)
         self.hub = machine.Hub(b"hub of this test", self.now, limits)
