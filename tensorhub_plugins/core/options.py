@@ -16,10 +16,11 @@ from tensorhub_plugins.core.deadline import size_s
 from tensorhub_plugins.core.digests import Algorithm
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.types import COMPILED as COMPILED
-from tensorhub_plugins.core.types import DOMAINS_MAX, Across
+from tensorhub_plugins.core.types import DOMAINS_MAX, STEPS_PER_ATTEMPT, Across, check_name
 
 # The default of a worker, best first; those that its machine lacks are skipped.
 DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp", "tls")
+TRANSPORTS = (*DEFAULT_TRANSPORTS, "cuda_ipc")
 
 PORT_MAX = 65535  # ZeroMQ takes port 99999 and uses another
 SPARES_MAX = 64  # of one run, each with the resources of a replica
@@ -198,6 +199,12 @@ def check_store(given: StoreOptions, *, where: str) -> None:
         if getattr(given, name) in ("", ()):
             example = "name at least one, e.g. tcp" if name == "transports" else "give a value"
             raise UsageError(f"{where}: option {name} is empty: {example}, or leave it out")
+    for name in ("model", "run"):
+        check_name(f"{where}: option {name}", getattr(given, name) or "default")
+    if strange := sorted({*given.transports} - {*TRANSPORTS}):
+        raise UsageError(f"{where}: option transports has {strange[0]!r}: choose of {', '.join(TRANSPORTS)}")
+    if given.install == "direct" and given.serve_from == "host":
+        raise UsageError(f'{where}: install="direct" keeps nothing in host memory: use serve_from="live"')
 
 
 def port_range(said: object, what: str) -> range:
@@ -217,18 +224,15 @@ def check_training(
     common = {"keep": (1, 64), "restarts": (0, 1000), "timeout_s": (0.1, 86_400), "fleet_min": (1, FLEET_MAX)}
     common |= {"engine_timeout_s": (1, 86_400), "retain_copies": (1, DOMAINS_MAX)}
     common |= {"fleet_max": (given.fleet_min, FLEET_MAX), "fleet_spares": (0, SPARES_MAX)}
-    if given.fleet_target is not None:
-        common["fleet_target"] = (given.fleet_min, given.fleet_max)
-    check_limits(given, {**common, **(limits or {})}, where=where)
+    maybe: dict[str, tuple[float, float]] = {"device_room_bytes": (0, 1 << 40), "staleness_s": (1, 86_400)}
+    maybe |= {"fleet_target": (given.fleet_min, given.fleet_max), "pull_until": (0, STEPS_PER_ATTEMPT - 2)}
+    chosen = {name: limit for name, limit in maybe.items() if getattr(given, name) is not None}
+    check_limits(given, {**common, **chosen, **(limits or {})}, where=where)
     if given.fleet_policy is not None and POLICY.fullmatch(given.fleet_policy) is None:
         raise UsageError(
             f"{where}: option fleet_policy is {given.fleet_policy!r}: give a function's name, with numbers if it takes "
             "any, e.g. queue_length:16 or mypackage.mymodule.policy"
         )
-    if given.device_room_bytes is not None:
-        check_limits(given, {"device_room_bytes": (0, 1 << 40)}, where=where)
-    if given.staleness_s is not None:
-        check_limits(given, {"staleness_s": (1, 86_400)}, where=where)
     if "host" in given.location:
         raise UsageError(f"{where}: option location.host is the same on every node: set TENSORHUB_HOST on each instead")
 

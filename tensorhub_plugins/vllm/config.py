@@ -59,8 +59,6 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
         options.check_store(parsed, where=where)
         options.check_limits(parsed, {"connect_timeout_s": SECONDS}, where=where)
         run_log.use(parsed.events)
-        if parsed.install == "direct" and parsed.serve_from == "host":
-            raise UsageError('install="direct" keeps nothing in host memory: use serve_from="live"')
         if "" in parsed.lora or len({*parsed.lora, parsed.model}) <= len(parsed.lora):
             raise UsageError(f"{where}: option lora is {parsed.lora!r}: name each once, and not as the model")
         return parsed

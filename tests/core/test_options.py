@@ -8,6 +8,7 @@ import pytest
 
 from tensorhub_plugins.core import DEFAULT_TRANSPORTS, UsageError
 from tensorhub_plugins.core.options import StoreOptions, TrainingOptions, check_training, convert
+from tensorhub_plugins.core.transports import MODULES
 
 
 class Needs(StoreOptions, frozen=True, kw_only=True):
@@ -48,6 +49,11 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], says: str) -> None:
         ({"hub": "h:1"}, "x: option hub is 'h:1': give the address `tensorhub server` prints"),
         ({"run": ""}, "x: option run is empty: give a value"),
         ({"transports": []}, "x: option transports is empty: name at least one"),
+        ({"transports": "shm,tcpp"}, "x: option transports has 'tcpp': choose of shm, rdma, tcp, tls, cuda_ipc"),
+        ({"run": "r" * 257}, "x: option run must be a text of 1 to 256 characters"),
+        ({"model": "actor\a"}, "x: option model has characters that control how it is printed"),
+        ({"install": "direct", "serve_from": "host"}, 'x: install="direct" keeps nothing in host memory'),
+        ({"pull_until": -1}, "x: option pull_until is -1: choose a number from 0 to 999999998"),
         ({"keep": 0}, "x: option keep is 0: choose a number from 1 to 64"),
         ({"fleet_min": 0}, "x: option fleet_min is 0: choose a number from 1 to 1024"),
         ({"fleet_min": 3, "fleet_max": 2}, "x: option fleet_max is 2: choose a number from 3 to 1024"),
@@ -66,6 +72,11 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], says: str) -> Non
     with pytest.raises(UsageError) as refused:
         check_training(convert(given, TrainingOptions, where="x"), where="x")
     assert str(refused.value).startswith(says)
+
+
+def test_transports_are_all_there_are() -> None:
+    given = {"transports": ",".join(MODULES), "run": "r" * 256, "pull_until": 0, "install": "direct"}
+    check_training(convert(given, TrainingOptions, where="x"), where="x")
 
 
 @pytest.mark.parametrize("policy", ["constant:4", "free_resources", "queue_length:16,0.5", "mine.deep.policy"])
