@@ -8,6 +8,7 @@ generated.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 import ray
 
-from tensorhub_plugins.core import version_of, version_text
+from tensorhub_plugins.core import attempt_of, version_of, version_text
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl.checks import get
 from tensorhub_plugins.verl.versions import version_of_step
@@ -23,6 +24,7 @@ from tensorhub_plugins.verl.versions import version_of_step
 logger = get_logger(__name__)
 
 NAME = "tensorhub_null_worker"
+MEET_TIMEOUT_S = 15.0  # for a router to say that it is there, which it does each second
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,14 @@ def validation_of(root: Any) -> Validation:
 
 
 class NullWorker:
-    """An asyncio actor, one for all replicas of a run. verl calls the first two."""
+    """An asyncio actor, one for all replicas of a run. verl calls the first two. Started again by Ray, it knows no
+    routers, and of which attempt the trainer is: it waits for one that tells."""
 
-    def __init__(self, validation: Validation, timeout_s: float) -> None:
+    def __init__(self, validation: Validation, timeout_s: float, *, has_router: bool = False) -> None:
         self._validation, self._timeout_s = validation, timeout_s
+        self._met = asyncio.Event()
+        if not has_router:  # verl's own never comes
+            self._met.set()
         self._is_first = True
         self._attempt = 0  # of the trainer
         self._waited_s = 0.0  # for the replicas, at the last update
@@ -72,6 +78,8 @@ class NullWorker:
         """Wait beside the trainer's own part, `send_weights`. Raise VersionRefused where no replica can run what it
         sends."""
         step = global_steps or 0
+        await asyncio.wait({asyncio.create_task(self._met.wait())}, timeout=MEET_TIMEOUT_S)
+        self._met.set()  # it is waited for once
         is_first, self._is_first = self._is_first, False
         version, started = version_of(self._attempt, version_of_step(step)), time.monotonic()
         validates = self._validation.follows(step, is_first=is_first)
@@ -94,9 +102,11 @@ class NullWorker:
         """Note that the trainer has started again: the next weights are of this attempt."""
         self._attempt = attempt
 
-    async def meet(self, router: Any) -> None:
-        """Register a router, which says that it is there."""
+    async def meet(self, router: Any, published: int = 0) -> None:
+        """Register a router, which says that it is there. published: the newest version that it knows of."""
         self._routers[getattr(router, "_ray_actor_id", id(router))] = router
+        self._attempt = max(self._attempt, attempt_of(published))
+        self._met.set()
 
     async def figures(self, published: int = 0) -> dict[str, float]:
         """Return how the replicas do, for the trainer's log. published: its newest version."""
@@ -107,7 +117,7 @@ class NullWorker:
         return total
 
 
-def start(root: Any, timeout_s: float) -> Any:
-    """Return the run's one, made by the first replica that needs it."""
+def start(root: Any, timeout_s: float, *, has_router: bool = True) -> Any:
+    """Return the run's one, made by the first replica that needs it. has_router: of ours."""
     actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(NullWorker)
-    return actor.options(name=NAME, get_if_exists=True).remote(validation_of(root), timeout_s)
+    return actor.options(name=NAME, get_if_exists=True).remote(validation_of(root), timeout_s, has_router=has_router)

@@ -95,7 +95,7 @@ class TensorHubReplica(vLLMReplica):
         if self.follows:
             # These workers hold the placement group's GPUs, and are never asked to move weights.
             self._placeholders = self.workers
-            self.workers = [null_worker.start(self._root, self._options.timeout_s)]
+            self.workers = [null_worker.start(self._root, self._options.timeout_s, has_router=self._has_router)]
             if self._has_router and self._groups is None:
                 self._start_fleet()
 

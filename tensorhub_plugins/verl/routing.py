@@ -299,7 +299,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         if not ray.is_initialized():
             return
         with contextlib.suppress(ValueError):  # the replicas have made none yet
-            ray.get_actor(null_worker.NAME).meet.remote(ray.get_runtime_context().current_actor)
+            ray.get_actor(null_worker.NAME).meet.remote(ray.get_runtime_context().current_actor, self._published)
 
     def _take_out(self, member: Member, reason: str) -> None:
         requests = self._load.forget(member.name)

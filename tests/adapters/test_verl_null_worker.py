@@ -9,7 +9,7 @@ pytest.importorskip("verl", reason="the adapter registers with verl when it is i
 
 from omegaconf import OmegaConf  # noqa: E402
 
-from tensorhub_plugins.core import VersionRefused  # noqa: E402
+from tensorhub_plugins.core import VersionRefused, version_of  # noqa: E402
 from tensorhub_plugins.verl.null_worker import NullWorker, Validation, validation_of  # noqa: E402
 
 
@@ -112,3 +112,22 @@ def test_an_update_before_validation_ends_when_the_replicas_have_it(caplog):
     asyncio.run(asyncio.wait_for(story(), 30))
     (said,) = [record.getMessage() for record in caplog.records]
     assert "validation of step 4 is answered in part by older weights: after 5 s rollout-1/0 has 2" in said
+
+
+def test_one_that_was_started_again_waits_for_its_router_and_hears_of_the_attempt(caplog):
+    """Else validation would begin at once, with whatever there is: replicas have more than any version of attempt 0."""
+
+    async def story():
+        router, again = Router(), NullWorker(Validation(False, 2, None), 5.0, has_router=True)
+        update = asyncio.ensure_future(again.update_weights(2))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not update.done()
+        router.arrived.set()
+        await again.meet(router, published=version_of(3, 2))
+        await update
+        assert router.asked == [(version_of(3, 3), 5.0)]
+        await NullWorker(Validation(False, 2, None), 5.0).update_weights(2)  # the control: with verl's own router
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+    assert not caplog.records
