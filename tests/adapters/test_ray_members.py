@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="the package beside it needs vLLM")
 
 from tensorhub_plugins.vllm.ray import figures  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_events import Reported  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet_state import FleetState  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Entry  # noqa: E402
 from tensorhub_plugins.vllm.ray.members import DEATHS_MAX, STILL_MAX_S, Member, Members  # noqa: E402
 
@@ -397,6 +398,20 @@ def test_the_fleet_is_told_of_those_with_a_name_and_ends_only_what_it_was_told_o
     assert list(members.all) == ["10.0.0.2:80", "rollout-2"]
     _hear(members, "10.0.0.2:80", 4, version=5, worker="rollout-1/0", follows=False)
     assert list(_seen(members)) == ["rollout-2"]  # its framework moves the other one in and out
+
+
+def test_one_that_has_died_before_it_had_a_name_is_not_waited_for():
+    """The fleet starts nothing before all first ones are named: on a node that was lost at the start none ever is."""
+    members = _two()
+    _hear(members, "a", 2, ready=True, version=5, worker="rollout-0/0")
+    for _ in range(DEATHS_MAX):
+        assert members.seen(lambda _: 0).unnamed == 1  # Ray may start it again
+        members.failed("b", 3, "died")
+    told = members.seen(lambda _: 0)
+    assert [one.name for one in told.seen] == ["rollout-0"] and told.unnamed == 0
+    fleet = FleetState()
+    fleet.handle(told, 4)
+    assert fleet.is_known
 
 
 # --- a naive model ----------------------------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ class Members:
             )
             for one in named
         ]
-        return Reported(tuple(seen), waiting, unnamed=sum(not one.worker for one in self.all.values()))
+        return Reported(tuple(seen), waiting, unnamed=sum(not (one.worker or one.is_gone) for one in self.all.values()))
 
     def apply(self, told: Collection[str], roster: Iterable[Entry], now: float) -> tuple[list[Member], list[Member]]:
         """Use those in the roster and no others. Returns those that join, and those that have left.
