@@ -287,6 +287,8 @@ def test_nobody_at_an_address_is_said_at_once_and_nothing_is_added(monkeypatch: 
         ("http://h:443", "http://h:443"),
         ("http://[FD00:0::1]:80", "http://[fd00::1]"),
         *((none, None) for none in ("h:1", "http://", "http://:1", "http://h:0", "http://h:65536", "http://h:x")),
+        ("http://\u00fc.eu.:8000", "http://\u00fc.eu.:8000"),
+        *((none, None) for none in ("http://10..0.1:80", f"http://{'h' * 64}:80", "http://h\u2028:80")),
         *((none, None) for none in ("http://[::1", "http://u:p@h:1", "http://h:1/v1", "http://h:1?a", "http://a b", 7)),
     ],
 )

@@ -279,7 +279,8 @@ def address_of(url: str) -> str:
     try:
         parts = urlsplit(url)
         host, port = plain_host(parts.hostname or ""), parts.port
-    except (ValueError, AttributeError):  # brackets, a port that is none, or no text
+        host.encode("idna")  # as it is looked up
+    except (ValueError, AttributeError):  # brackets, a port or a name that is none, or no text
         host, port = "", None
     if (
         not host
