@@ -45,7 +45,9 @@ NUMBERS = {
     "ds.lora.rank": 0,
     **{f"{part}.{name}": 0 for part in ("ref", "reward", "critic") for name in ("num_nodes", "num_gpus_per_node")},
     **dict.fromkeys(("train.max_epochs", "train.num_episodes", "data.max_len", "eval.n_samples_per_prompt"), 1),
+    **dict.fromkeys(("data.max_samples", "rollout.vllm_generate_batch_size"), 1),
 }
+SHARES_OFF_MAX = 1e-8  # numpy's, by which the data sets of prompts are mixed
 STEPS = ("logger.logging_steps", "ckpt.save_steps", "eval.steps")  # OpenRLHF does something once in so many
 
 
@@ -217,6 +219,23 @@ def wrong_sampling(args: Any) -> Iterator[str]:
             yield f"--{name} is 0, by which OpenRLHF divides: set 1 or more, or -1"
 
 
+def wrong_data(args: Any) -> Iterator[str]:
+    """Return what OpenRLHF finds missing, or cannot read, once the engines are there."""
+    names, given = (args.data.prompt_dataset or "").split(","), args.data.prompt_probs
+    if not names[0].strip():
+        yield "--data.prompt_dataset is empty: name data sets, files or folders, with commas between them"
+    try:
+        shares = None if given is None else [float(share) for share in given.split(",")]
+    except ValueError:
+        shares = []
+    if shares is not None and (len(shares) != len(names) or abs(sum(shares) - 1) > SHARES_OFF_MAX):
+        yield f"--data.prompt_probs is {given!r}: give a number for each of {len(names)} data sets, 1 in all"
+    if not (args.reward.remote_url or args.reward.model_name_or_path):
+        yield "nothing gives rewards: set --reward.remote_url, --reward.model_name_or_path or --train.agent_func_path"
+    if args.train.async_enable and args.train.async_queue_size < 1:
+        yield f"--train.async_queue_size is {args.train.async_queue_size}: OpenRLHF takes 1 or more"
+
+
 def refusals(args: Any) -> Iterator[str]:
     """Return what could not work, a sentence each."""
     wrong = list(wrong_numbers(args))
@@ -224,6 +243,7 @@ def refusals(args: Any) -> Iterator[str]:
     if not (wrong or args.train.dynamic_batch_enable):
         yield from wrong_batches(args)
     yield from wrong_sampling(args)
+    yield from wrong_data(args)
     if args.ds.zero_stage not in range(4):
         yield f"--ds.zero_stage is {args.ds.zero_stage}: DeepSpeed has 0 to 3"
     if not 0 < args.vllm.gpu_memory_utilization <= 1:

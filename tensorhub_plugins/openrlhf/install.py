@@ -59,7 +59,8 @@ def options_from_argv(arguments: list[str]) -> config.Options | None:
         return None
     options = config.parse(backend)
     config.check_versions(options, **config.installed_versions())
-    if config.is_colocated("--train.colocate_all" in arguments, "--train.async_enable" in arguments):
+    is_async = any(one.startswith("--train.async_e") for one in arguments)  # argparse takes its beginnings, too
+    if config.is_colocated("--train.colocate_all" in arguments, is_async):
         print(f"tensorhub: {config.COLOCATED}", file=sys.stderr)
         arguments += [FLAG, "nccl"]
         return None

@@ -114,6 +114,8 @@ def arguments(**changes: object) -> SimpleNamespace:
         "ds.tensor_parallel_size": 1,
         "data.max_images_per_prompt": 0,
         **{"rollout.temperature": 1.0, "rollout.top_p": 1.0, "rollout.max_new_tokens": None},
+        **{"data.prompt_dataset": "d", "data.prompt_probs": None, "train.async_queue_size": 1},
+        **{"reward.remote_url": ["http://r"], "reward.model_name_or_path": None},
         **{"eval.dataset": None, "eval.temperature": 0.6, **dict.fromkeys(config.STEPS, -1)},
         **changes,
     }
@@ -159,6 +161,20 @@ RANKS_OF_4 = {"actor.num_gpus_per_node": 4, "train.micro_batch_size": 8}
         ({"train.batch_size": 32, "ckpt.save_steps": 0}, "--ckpt.save_steps is 0, by which OpenRLHF divides"),
         ({"train.batch_size": 32, "eval.steps": 0}, "--eval.steps is 0, by which OpenRLHF divides"),
         ({"train.batch_size": 32, "data.max_len": 0}, "--data.max_len is 0: give a whole number, 1 or more"),
+        ({"train.batch_size": 32, "data.max_samples": -1}, "--data.max_samples is -1: give a whole number, 1 or more"),
+        ({"train.batch_size": 32, "rollout.vllm_generate_batch_size": -5}, "generate_batch_size is -5: give a whole"),
+        ({"train.batch_size": 32, "data.prompt_dataset": None}, "--data.prompt_dataset is empty: name data sets"),
+        ({"train.batch_size": 32, "data.prompt_probs": "0.5,0.5"}, "is '0.5,0.5': give a number for each of 1 data"),
+        ({"train.batch_size": 32, "data.prompt_probs": "all"}, "prompt_probs is 'all': give a number for each of 1"),
+        (
+            {"train.batch_size": 32, "data.prompt_dataset": "a,b", "data.prompt_probs": "0.5,0.6"},
+            "prompt_probs is '0.5,0.6': give a number for each of 2 data sets, 1 in all",
+        ),
+        ({"train.batch_size": 32, "reward.remote_url": None}, "nothing gives rewards: set --reward.remote_url, --rew"),
+        (
+            {"train.batch_size": 32, "train.async_enable": True, "train.async_queue_size": 0},
+            "--train.async_queue_size is 0: OpenRLHF takes 1 or more",
+        ),
     ],
 )
 def test_numbers_that_are_found_wrong_once_models_are_there_are_refused(
@@ -175,6 +191,9 @@ def test_numbers_that_are_found_wrong_once_models_are_there_are_refused(
         {"train.batch_size": 8, "ds.ring_attn_size": 4},
         {"train.batch_size": 32, "eval.temperature": -3, "rollout.max_new_tokens": 1, "ckpt.save_steps": 1},
         {"train.batch_size": 127, "train.dynamic_batch_enable": True},
+        {"train.batch_size": 32, "data.prompt_dataset": "a,b,c", "data.prompt_probs": "0.5,0.2,0.3"},
+        {"train.batch_size": 32, "reward.remote_url": None, "reward.model_name_or_path": "m"},
+        {"train.batch_size": 32, "train.async_queue_size": 0},  # in turns there is none
         {"train.batch_size": 32, "critic.num_gpus_per_node": 8},  # without a model there is no critic
     ],
 )
@@ -297,8 +316,11 @@ def test_colocated_engines_keep_their_own_path_and_it_says_so(capsys: pytest.Cap
     assert install.options_from_argv(line) is None
     assert install.backend_of(line) == "nccl"
     assert "the store is not used" in capsys.readouterr().err
-    line = ["x", "--vllm.sync_backend", "tensorhub", "--train.colocate_all", "--train.async_enable"]
-    assert install.options_from_argv(line) == config.Options()
+    for word in ("--train.async_enable", "--train.async_e"):  # argparse takes both
+        line = ["x", "--vllm.sync_backend", "tensorhub", "--train.colocate_all", word]
+        assert install.options_from_argv(line) == config.Options()
+    line = ["x", "--vllm.sync_backend", "tensorhub", "--train.colocate_all", "--train.async_queue_size", "2"]
+    assert install.options_from_argv(line) is None
 
 
 @pytest.mark.parametrize(
