@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 4_340,
+    "core": 4_345,
     "core/client": 5_665,
     "core/deltas": 685,
     "core/hub": 5_585,
@@ -22,7 +22,7 @@ CEILINGS = {
     "core/security": 720,
     "core/transfer": 1_880,
     "core/transports": 7_085,
-    "openrlhf": 2_545,
+    "openrlhf": 2_560,
     "verl": 4_215,
     "vllm": 9_079,
     "vllm/doctor": 800,
