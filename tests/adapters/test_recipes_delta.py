@@ -44,6 +44,13 @@ def test_as_much_changes_as_was_said_clustered_or_not(percent: float) -> None:
         assert changed.any(axis=1).all() != clustered
 
 
+def test_a_step_below_zero_is_a_number() -> None:
+    """As of a bias that is zero: engines compute with these weights."""
+    zeros = np.zeros(COUNT, np.uint16)
+    new = stepped(np.random.default_rng(3), zeros, 50.0)
+    assert 0.4 < (new != zeros).mean() < 0.6 and not (new & 0x7F80 == 0x7F80).any()
+
+
 def test_the_picture_is_drawn_of_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = pytest.importorskip("recipes.bench.delta.picture", reason="matplotlib is not installed")
     monkeypatch.setattr(codec, "COUNT", COUNT)

@@ -31,4 +31,6 @@ def stepped(random: np.random.Generator, old: Elements, percent: float, *, clust
     changed = random.random(old.size) < share
     new = old.copy()
     new[changed] += random.choice(STEPS, int(changed.sum()), p=SHARES)
+    no_number = new & 0x7F80 == 0x7F80  # as a step below zero makes of a bias that is zero
+    new[no_number] = old[no_number] ^ 1
     return new

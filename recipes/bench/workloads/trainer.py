@@ -39,8 +39,9 @@ class Trainer(Stream):
                 tensor.add_(0.01 * torch.randn(tensor.shape).to(tensor.dtype))
             else:
                 elements = tensor.view(-1).view(torch.int16).numpy().view(np.uint16)
+                first = elements[0] ^ 1  # at least one of each tensor changes
                 elements[:] = stepped(random, elements, percent)
-                elements[0] += 1
+                elements[0] = first
 
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
