@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -20,14 +21,34 @@ from tensorhub_plugins.core.client import calls
 KIND = os.environ.get("KIND", "line")
 CORE = str(Path(tensorhub_plugins.core.__file__).parent)
 Where = Literal["caller", "call"]
+SIGNALS = signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+
+
+def at_once(count: int) -> None:
+    """Have so many signals come between two instructions: each is raised at the first check after the one before. By
+    libc, which handles none itself, as `signal.pthread_sigmask` does."""
+    libc, signals = ctypes.CDLL(None), (ctypes.c_ulong * 16)()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS[:count])
+    for each in SIGNALS[:count]:
+        libc.sigaddset(signals, int(each))
+        signal.pthread_kill(threading.get_ident(), each)
+    libc.pthread_sigmask(signal.SIG_UNBLOCK, signals, None)
+
+
+def _raise(_: int, frame: FrameType | None) -> None:
+    while frame is not None and not frame.f_code.co_filename.startswith(CORE):
+        frame = frame.f_back
+    if frame is not None:  # a later signal than core's last instruction is of no interest
+        raise KeyboardInterrupt
 
 
 class Interrupt:
     """A KeyboardInterrupt in the calling thread at the `at`-th line (None: never) that core runs in it, or in the
-    thread of its call, which then waits until the interrupt has been delivered. within: only a function's lines."""
+    thread of its call, which then waits until the interrupt has been delivered. within: only a function's lines.
+    signals: so many at once."""
 
-    def __init__(self, where: Where, at: int | None, within: str = "") -> None:
-        self.where, self.at, self.within = where, at, within
+    def __init__(self, where: Where, at: int | None, within: str = "", signals: int = 1) -> None:
+        self.where, self.at, self.within, self.signals = where, at, within, signals
         self.lines = 0
 
     @property
@@ -46,6 +67,7 @@ class Interrupt:
             finally:
                 sys.settrace(None)
 
+        before = [signal.signal(each, _raise) for each in SIGNALS]
         try:
             if self.where == "caller":
                 sys.settrace(self._in_caller)
@@ -58,6 +80,7 @@ class Interrupt:
         finally:
             sys.settrace(None)
             calls._Call._run = run  # type: ignore[method-assign]
+            list(map(signal.signal, SIGNALS, before))
 
     def _is_due(self, event: str) -> bool:
         self.lines += event == "line"
@@ -67,7 +90,7 @@ class Interrupt:
         if not frame.f_code.co_filename.startswith(CORE):
             return None
         if self.within in ("", frame.f_code.co_name) and self._is_due(event):
-            raise KeyboardInterrupt
+            at_once(self.signals)
         return self._in_caller
 
     def _in_call(self, frame: FrameType, event: str, _: Any) -> Any:

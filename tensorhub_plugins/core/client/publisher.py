@@ -62,6 +62,7 @@ def _start_of_ranks() -> str:
 
 
 Pieces: TypeAlias = "dict[str, list[Slice]]"  # by tensor
+Call: TypeAlias = "list[None]"  # of `publish`; not empty: it was abandoned
 
 
 class Snapshot(NamedTuple):
@@ -111,8 +112,7 @@ class Publisher(OfThisProcess):
     missing, new or changed, and nothing is published. The tensors of all ranks are compared, as every rank sees them
     all: a tensor may be assigned to another rank than before."""
 
-    _call: object = None  # the last publish
-    _abandoned: object = None  # the last one that was abandoned
+    _call: Call | None = None  # the last publish
 
     def __init__(
         self,
@@ -284,8 +284,8 @@ class Publisher(OfThisProcess):
         if self.attempt is None:
             self.begin(check_version(step, "step") - 1)
         self._retain_newest(self.timeout_s)
-        version, started, mine = self.version(step), time.monotonic(), object()
-        deadline, self._call = Deadline.after(self.timeout_s), mine
+        version, started, mine = self.version(step), time.monotonic(), list[None]()
+        deadline, self._call, abandon = Deadline.after(self.timeout_s), mine, mine.append
         try:
             calls.run(self._end_deltas)
             try:
@@ -297,15 +297,16 @@ class Publisher(OfThisProcess):
             offer = self._offer_later if self.in_background else self._offer
             return calls.run(partial(offer, version, taken, started, deadline, mine))
         except BaseException:
-            calls.run(partial(self._abandon, mine))
+            abandon(None)  # in C: if several signals have come, the next one is raised after it
+            calls.run(self._end)
             raise
 
-    def _abandon(self, mine: object) -> None:
-        """Publish nothing of a failed call later. Return when nothing is copied any more: it is released then."""
-        self._abandoned, self._is_publishing = mine, False
+    def _end(self) -> None:
+        """End a failed call. Return when nothing is copied any more: it is released then."""
+        self._is_publishing = False
         self._queued.finish()
 
-    def _check_alone(self, version: int, mine: object) -> None:
+    def _check_alone(self, version: int, mine: Call) -> None:
         """Raise UsageError if another thread has begun to publish: one of the two would be lost without an error."""
         if self._call is not mine:
             text = "another thread has begun to publish meanwhile: let one thread publish, one version after the other"
@@ -318,7 +319,7 @@ class Publisher(OfThisProcess):
             self._ahead.release()
 
     def _offer_later(
-        self, version: int, taken: Snapshot, started: float, deadline: Deadline, mine: object
+        self, version: int, taken: Snapshot, started: float, deadline: Deadline, mine: Call
     ) -> dict[str, float]:
         """Call `_offer` in the background; return what is known at once, and how long the previous version took."""
         self._check_alone(version, mine)
@@ -334,12 +335,10 @@ class Publisher(OfThisProcess):
             "tensorhub/publish/bytes": size_bytes,
         }
 
-    def _offer(
-        self, version: int, taken: Snapshot, started: float, deadline: Deadline, mine: object
-    ) -> dict[str, float]:
+    def _offer(self, version: int, taken: Snapshot, started: float, deadline: Deadline, mine: Call) -> dict[str, float]:
         slab, whole, parts, downloads = taken
         downloads.wait()
-        if self._abandoned is mine:
+        if mine:  # nothing of it is published later
             slab.close()
             return {}
         self._check_alone(version, mine)

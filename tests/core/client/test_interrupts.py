@@ -496,7 +496,9 @@ def test_an_interrupt_at_any_line(cast: Cast, name: str, where: Where) -> None:
     assert sweep(cast, STORIES[name], where, None) >= POINTS
 
 
-def test_an_interrupted_publish_neither_keeps_its_lock_nor_publishes_later(cast: Cast) -> None:
+@pytest.mark.parametrize("within", ["_publish", "run"])
+@pytest.mark.parametrize("signals", [1, 3])
+def test_an_interrupted_publish_neither_keeps_its_lock_nor_publishes_later(cast, signals: int, within: str) -> None:
     """At each line of what the caller's thread does itself, while an earlier task is in the background."""
     publisher = cast.publisher(in_background=True)
     publisher.keep = 10**3  # none of them goes
@@ -505,7 +507,7 @@ def test_an_interrupted_publish_neither_keeps_its_lock_nor_publishes_later(cast:
     publisher.settle()
     while True:
         publisher._executor.submit((free := threading.Event()).wait, SOON_S)
-        interrupt, step = Interrupt("caller", next(at), "_publish"), next(cast.numbers)
+        interrupt, step = Interrupt("caller", next(at), within, signals), next(cast.numbers)
         interrupt.during(lambda: publisher.publish(step, tensors_of(step).items()))  # noqa: B023
         free.set()
         publisher.settle()
