@@ -33,6 +33,13 @@ def test_data_parallel_ranks_of_experts_may_follow_from_the_store() -> None:
 
 OURS = SimpleNamespace(backend="tensorhub")
 FROM_STORE = {"load_config": SimpleNamespace(load_format="tensorhub")}
+KEPT_ELSEWHERE: list[tuple[dict[str, Any], str]] = [
+    (
+        {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
+        r"KV cache leaves this engine \(LMCacheConnectorV1\).*start without --kv-transfer-config",
+    ),
+    ({"ec_transfer_config": object()}, "start without --ec-transfer-config"),
+]
 
 
 @pytest.mark.parametrize(
@@ -45,16 +52,21 @@ FROM_STORE = {"load_config": SimpleNamespace(load_format="tensorhub")}
         ({"parallel": {"data_parallel_size": 2}, "weight_transfer_config": OURS, **FROM_STORE}, "without --weight-tr"),
         ({"parallel": {"data_parallel_size": 2, "enable_elastic_ep": True}, **FROM_STORE}, "elastic expert par"),
         ({"model_config": SimpleNamespace(word_embeddings_untied_by_checkpoint=True)}, "tie_word_embeddings"),
-        (
-            {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
-            r"KV cache leaves this engine \(LMCacheConnectorV1\).*start without --kv-transfer-config",
-        ),
-        ({"ec_transfer_config": object()}, "start without --ec-transfer-config"),
+        *KEPT_ELSEWHERE,
     ],
 )
 def test_what_would_go_wrong_silently_is_refused(changed: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         extension._check_supported(torch.nn.Module(), config(**changed))
+
+
+@pytest.mark.parametrize(("changed", "says"), KEPT_ELSEWHERE)
+def test_what_keeps_results_of_an_adapter_is_refused_as_well(changed: dict[str, Any], says: str) -> None:
+    started = config(lora_config=SimpleNamespace(max_cpu_loras=1), **changed)
+    worker: Any = SimpleNamespace(model_runner=SimpleNamespace(get_model=torch.nn.Module), vllm_config=started)
+    given = {"hub": "tcp://h:1", "run": "r", "model": "m", "replica": "e", "lora": ["a"]}
+    with pytest.raises(UsageError, match=says):
+        extension.TensorHubWorkerExtension.tensorhub_connect_adapters(worker, given)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ class TensorHubWorkerExtension:
         learn_secret(secret)
         model, parsed = self.model_runner.get_model(), WorkerConfig.parse(config)
         check_lora(parsed.lora, self.vllm_config)
+        _check_caches(self.vllm_config)
         leave_adapters(model)
         joined = vars(model)["tensorhub_adapters"] = {}
         gather, shard = engine_gather(self.vllm_config)
@@ -491,21 +492,23 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any, *, lora: bool = F
         raise UsageError("prefill context parallelism is not supported: set prefill_context_parallel_size=1")
     if shares_experts(vllm_config):
         _check_ranks(vllm_config)
-    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
-    if connector:
-        raise UsageError(
-            f"the KV cache leaves this engine ({connector}) and may come back when the weights that made it are gone: "
-            "start without --kv-transfer-config and KV offloading"
-        )
-    if getattr(vllm_config, "ec_transfer_config", None) is not None:
-        raise UsageError(
-            "what encoders have computed leaves this engine and may come back under other weights: start without "
-            "--ec-transfer-config"
-        )
+    _check_caches(vllm_config)
     addresses.check_config(vllm_config)
-    progress.check()
     online.check(model, vllm_config)
     cpu.check_layers(model, vllm_config)
+
+
+def _check_caches(vllm_config: Any) -> None:
+    """Raise UsageError for what keeps results of these weights, or of an adapter, where no update forgets them."""
+    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+    encoded = getattr(vllm_config, "ec_transfer_config", None)
+    for leaves, what, option in (
+        (connector, f"the KV cache leaves this engine ({connector})", "--kv-transfer-config and KV offloading"),
+        (encoded, "what encoders have computed leaves this engine", "--ec-transfer-config"),
+    ):
+        if leaves:
+            raise UsageError(f"{what} and may come back when what made it is gone: start without {option}")
+    progress.check()
 
 
 def _check_ranks(vllm_config: Any) -> None:
