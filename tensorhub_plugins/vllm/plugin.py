@@ -79,11 +79,15 @@ def _add_to_engine_core(core: Any) -> None:
     def initialize_kv_caches(original: Any, engine_core: Any, vllm_config: Any) -> Any:
         if not (_is_ours(vllm_config) or _has_our_workers(vllm_config)):
             return original(engine_core, vllm_config)
+        from tensorhub_plugins.core import gate
         from tensorhub_plugins.vllm.engine.compiled import shared
         from tensorhub_plugins.vllm.worker.extension import compare_unnamed
 
-        with shared(engine_core, vllm_config):
-            result = original(engine_core, vllm_config)
+        try:
+            with shared(engine_core, vllm_config):
+                result = original(engine_core, vllm_config)
+        finally:
+            gate.open()  # a start that fails before its warm-up ends keeps no other engine of this process waiting
         compare_unnamed(engine_core)
         if _is_ours(vllm_config):
             from tensorhub_plugins.vllm.engine.core_follower import attach

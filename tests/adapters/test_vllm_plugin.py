@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.vllm import names
+from tensorhub_plugins.core import UsageError, gate
+from tensorhub_plugins.vllm import names, plugin
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +64,24 @@ except Exception as refusal:
     assert refusal.startswith(
         "vLLM 0.23.1 is outside the supported range 0.24 to 0.33 of tensorhub: install a version in that range"
     )
+
+
+def test_a_start_that_fails_keeps_no_other_engine_of_its_process_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr("tensorhub_plugins.vllm.engine.compiled.shared", lambda core, vllm_config: nullcontext())
+
+    class EngineCore:
+        def _initialize_kv_caches(self, vllm_config: object) -> None:
+            raise ValueError("no memory for the cache")
+
+    plugin._add_to_engine_core(SimpleNamespace(EngineCore=EngineCore))
+    gate.close()  # as the loader does, until the warm-up has ended
+    try:
+        with pytest.raises(ValueError, match="no memory"):
+            EngineCore()._initialize_kv_caches(SimpleNamespace(load_config=SimpleNamespace(load_format="tensorhub")))
+        assert not gate.closed
+    finally:
+        gate.open()
 
 
 @pytest.mark.smoke
