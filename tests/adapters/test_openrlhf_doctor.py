@@ -20,6 +20,7 @@ needs_openrlhf = pytest.mark.skipif(
     find_spec("openrlhf") is None, reason="needs OpenRLHF's environment (make test-openrlhf)"
 )
 JOB = ["--vllm.num_engines", "2", "--actor.model_name_or_path", "m", "--reward.remote_url", "http://r"]
+JOB += ["--data.prompt_dataset", "prompts"]
 FLAG = ["--vllm.sync_backend", "tensorhub"]
 
 
