@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import io
 import json
 import logging
@@ -29,7 +28,7 @@ from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
-from tensorhub_plugins.core.hub.server import Server
+from tensorhub_plugins.core.hub.server import Server, collect_rarely
 from tensorhub_plugins.core.operations import completion, critical_path, machine, problems, timeline, top
 from tensorhub_plugins.core.operations.status import directive_text, fetch_status, status_text
 from tensorhub_plugins.core.protocol import messages
@@ -383,7 +382,7 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
             except OSError as error:  # the hub's log has it, too
                 _discard_output()
                 _say(f"tensorhub: cannot write where the hub listens: {error}")
-            gc.freeze()  # what was imported is never garbage: else every full collection scans all of it
+            collect_rarely()
             while server.is_alive() and not stop.wait(ALIVE_CHECK_S):
                 pass
             if not server.is_alive():

@@ -228,6 +228,8 @@ class World:
         self.hub_listens_from = born
         self.hub_lead = random.Random(self.lives).uniform(-1000.0, 1000.0)  # leaves self.rng as it is
         self.hub = hub_machine.Hub(some_bytes("hub", self.lives) * 2, born + self.hub_lead)
+        if self.lives % 2 == 0:
+            self.hub.tries_max = 1  # as if all were very many
         self.directive = NO_DIRECTIVE
         self.hub_deaf_since = self.now if self.now < self.hub_frozen_until else None
         self._tick_hub(self.lives)

@@ -18,7 +18,6 @@ a constant.
 from __future__ import annotations
 
 import argparse
-import gc
 import heapq
 import multiprocessing
 import os
@@ -35,6 +34,7 @@ from recipes.bench.hub.story import TRAINERS_HOST, Readers, checksum_of, heartbe
 from recipes.bench.results import save
 from tensorhub_plugins.core import HubLimits, Server
 from tensorhub_plugins.core.hub import hub as hub_machine
+from tensorhub_plugins.core.hub.server import collect_rarely
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.address import new_session
 
@@ -239,7 +239,7 @@ def _serve(line: Connection, kind: str, cores: set[int], profile: Path | None) -
 
         _Timed._run = profiled  # type: ignore[method-assign]
     server = _Timed()
-    gc.freeze()  # as `tensorhub server` does
+    collect_rarely()  # as `tensorhub server` does
     line.send(server.address)
     while line.recv() == "used":
         line.send(_used(server))

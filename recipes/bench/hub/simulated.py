@@ -23,7 +23,7 @@ from tensorhub_plugins.core import HubLimits
 from tensorhub_plugins.core.hub import hub as machine
 from tensorhub_plugins.core.hub.names import Names, public_name
 from tensorhub_plugins.core.hub.rates import Rates
-from tensorhub_plugins.core.hub.server import DEAF_S_MIN
+from tensorhub_plugins.core.hub.server import DEAF_S_MIN, collect_rarely
 from tensorhub_plugins.core.protocol import messages as m
 
 IDLE_S = 2.0
@@ -34,7 +34,7 @@ def simulate(count: int, shards: int, wire_s: float) -> dict[str, Any]:
     before = _memory_bytes()
     simulation = _Simulation(count, shards, wire_s)
     workers = _memory_bytes()
-    gc.freeze()  # as `tensorhub server` does
+    collect_rarely()  # as `tensorhub server` does
     for index in range(count):
         simulation.send(index, simulation.readers.begin(index))
     simulation.run(lambda: simulation.heard["Welcome"] == count)

@@ -76,6 +76,7 @@ __all__ = ["Effect", "Event", "Hub", "Log", "Received", "Send", "Tick"]
 # When so many of the requests that wait for the same thing cannot be served, the rest cannot either. A request whose
 # worker has changed since, and that has moved to a queue of its own, does not count.
 FAILURES_PER_QUEUE_MAX = 4
+TRIES_MAX = 256  # requests that are tried with one event: that takes 4 ms, in which the hub reads no message
 DEAF_LOG_S = 10.0  # between two lines about one deaf time
 
 
@@ -107,6 +108,7 @@ class Hub:
         self.registry = Registry(session, now, self.limits)
         self.workers: Mapping[bytes, Worker] = self.registry.workers  # that are known, by session
         self.sessions_max = SESSIONS_MAX  # fewer where the process cannot have so many connections
+        self.tries_max = TRIES_MAX
         self._outbox = Outbox()
         self._publishing = Publishing(self.registry, self._outbox)
         self._reading = Reading(self.registry, lease_key)
@@ -134,22 +136,26 @@ class Hub:
                     self._on_timer(due, now)
             case _:
                 assert_never(event)
-        while history := self.registry.waiters.pop_dirty():
-            self._run_ready(history, now)
+        self._run_dirty(now)
         return self._outbox.drain()
 
     def next_deadline(self, now: float) -> float:
-        """Return when the next Tick is due at the latest."""
-        return self.registry.next_timer(now)
+        """Return when the next Tick is due at the latest: at once while requests are still to be tried."""
+        return now if self.registry.waiters.put_off else self.registry.next_timer(now)
 
     # --- answering whatever can be answered now ---
 
+    def _run_dirty(self, now: float) -> None:
+        self.registry.waiters.allow_tries(self.tries_max)
+        while history := self.registry.waiters.pop_dirty():
+            self._run_ready(history, now)
+
     def _run_ready(self, history: History, now: float) -> None:
         waiters = self.registry.waiters
-        # Unpublish first: it may keep the last copy of a version that would otherwise be declared lost.
-        for pending in waiters.pop_unpublishes(history):
-            self._try(pending, now)
-        while history.changed or history.ready:
+        while history.leaving or history.changed or (history.ready and history.id not in waiters.put_off):
+            # Unpublish first: it may keep the last copy of a version that would otherwise be declared lost.
+            for pending in waiters.pop_unpublishes(history):
+                self._try(pending, now)
             changed = waiters.pop_changed(history)
             self._publishing.lose_versions(history, changed, now)
             for pending in waiters.pop_ready(history, changed):
@@ -245,8 +251,7 @@ class Hub:
             self._forget(worker, "is given up, because the hub has failed over what it said")
         for history in self.registry.histories.values():
             self.registry.waiters.mark_dirty(history)
-        while changed := self.registry.waiters.pop_dirty():
-            self._run_ready(changed, now)
+        self._run_dirty(now)
         validate(self.registry)
         return self._outbox.drain()
 

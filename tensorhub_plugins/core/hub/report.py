@@ -283,6 +283,8 @@ def validate(registry: Registry) -> None:
                 must(all(pending.queue == (number, wait_key) for pending in queue.values()))
         for (session, request), pending in history.waiting.items():
             must(registry.workers[session].pending[request] is pending)
-            # A request that waits is in a queue, where it is found when what it waits for comes.
-            must(pending.queue is not None or isinstance(pending.message, m.Unpublish))
+            # A request that waits is to be tried, or in a queue, where it is found when what it waits for comes.
+            is_found = pending.queue is not None or (session, request) in history.ready
+            must(is_found or isinstance(pending.message, m.Unpublish))
+        must(not history.leaving and not history.changed)
     registry.uplink.validate()

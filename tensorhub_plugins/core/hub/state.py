@@ -454,6 +454,7 @@ class History:
     waiting: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # all, in order of arrival
     beginning: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # of them, those that begin an attempt
     ready: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # to be tried again
+    leaving: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # as those, but each is an Unpublish
     changed: dict[int, bool] = field(default_factory=dict)  # versions whose queues have; True: there may be a source
     wait_queues: dict[int, dict[object, dict[tuple[bytes, int], Pending]]] = field(default_factory=dict)
 

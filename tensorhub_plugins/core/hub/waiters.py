@@ -11,6 +11,7 @@ handled completely.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from tensorhub_plugins.core.hub.state import History, Pending, drop, items_of
 from tensorhub_plugins.core.protocol import messages as m
@@ -25,6 +26,8 @@ class Waiters:
 
     def __init__(self) -> None:
         self._dirty: dict[tuple[str, str], History] = {}  # there is something to do
+        self.put_off: dict[tuple[str, str], History] = {}  # as those, with the next event
+        self._tries_left = 0
         self._arrivals = 0
 
     # --- requests that wait ---
@@ -48,6 +51,7 @@ class Waiters:
         history.waiting.pop(pending.id, None)
         history.beginning.pop(pending.id, None)
         history.ready.pop(pending.id, None)
+        history.leaving.pop(pending.id, None)
         _leave_queue(pending)
 
     def is_waiting(self, pending: Pending) -> bool:
@@ -68,6 +72,12 @@ class Waiters:
 
     # --- requests to be tried again ---
 
+    def allow_tries(self, most: int) -> None:
+        """Have `pop_ready` return so many requests; those beyond are put off until this is called again."""
+        self._tries_left = most
+        if self.put_off:
+            self._dirty, self.put_off = self.put_off | self._dirty, {}
+
     def mark_dirty(self, history: History) -> None:
         """Note that this history has something to do."""
         self._dirty[history.id] = history
@@ -75,7 +85,8 @@ class Waiters:
     def mark_ready(self, pending: Pending) -> None:
         """Note that it may be possible to answer this request now."""
         history = pending.worker.history
-        history.ready[pending.id] = pending
+        marked = history.leaving if isinstance(pending.message, m.Unpublish) else history.ready
+        marked[pending.id] = pending
         self.mark_dirty(history)
 
     def mark_all_ready(self, pending: Iterable[Pending]) -> None:
@@ -94,11 +105,7 @@ class Waiters:
 
     def pop_unpublishes(self, history: History) -> list[Pending]:
         """Remove and return the marked requests to unpublish: they come before all others."""
-        if not history.ready:
-            return []
-        found = {key: each for key, each in history.ready.items() if isinstance(each.message, m.Unpublish)}
-        for key in found:
-            del history.ready[key]
+        found, history.leaving = history.leaving, {}
         return in_order(found)
 
     def pop_changed(self, history: History) -> dict[int, bool]:
@@ -107,13 +114,20 @@ class Waiters:
         return changed
 
     def pop_ready(self, history: History, changed: Iterable[int]) -> list[Pending]:
-        """Remove and return the marked requests, and all for changed versions that are not visible (any more)."""
-        ready, history.ready = history.ready, {}
+        """Remove and return the marked requests, and all for changed versions that are not visible (any more); of more
+        than may be tried now, the first."""
         for number in changed:
             if not history.is_visible(number):
                 for queue in history.wait_queues.get(number, {}).values():
-                    ready.update(queue)
-        return in_order(ready)
+                    history.ready.update(queue)
+        found, history.ready = history.ready, {}
+        if len(found) > self._tries_left:
+            history.ready, found = found, dict(islice(found.items(), self._tries_left))
+            for key in found:
+                del history.ready[key]
+            self.put_off[history.id] = history
+        self._tries_left -= len(found)
+        return in_order(found)
 
     def queues_with_room(self, history: History, changed: dict[int, bool]) -> Iterator[Queue]:
         """Yield the queues of visible versions for which there may be a source now."""

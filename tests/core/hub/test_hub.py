@@ -322,6 +322,40 @@ def test_a_deadline_is_kept_to_the_millisecond(scenario: Scenario) -> None:
     assert scenario.heard("a/0") == ["refused NotPublished"]
 
 
+def test_a_version_for_which_many_wait_keeps_no_message_waiting(scenario: Scenario) -> None:
+    """As for tens of thousands, which would take a second."""
+    scenario.hub.tries_max = 3
+    waiting = [f"rollout-{number}/0" for number in range(8)]
+    scenario.join_all("trainer/0", *waiting)
+    for worker in waiting:
+        scenario.say(worker, m.Wait, version=0, newer_than=0, timeout_s=60.0)
+    assert scenario.hub.next_deadline(scenario.now) > scenario.now
+    answered = []
+    scenario.publish("trainer/0", 1)
+    while True:
+        answered.append([worker for worker in waiting if scenario.heard(worker) == ["visible 1"]])
+        if scenario.hub.next_deadline(scenario.now) > scenario.now:
+            break
+        scenario.say("trainer/0", m.AskVersions)
+        assert scenario.heard("trainer/0") == ["Versions"]
+    assert answered == [waiting[:3], waiting[3:6], waiting[6:]]
+
+
+def test_an_unpublish_and_the_loss_of_a_version_wait_for_no_reader(scenario: Scenario) -> None:
+    scenario.hub.tries_max = 1
+    readers = [f"rollout-{number}/0" for number in range(4)]
+    scenario.join_all("trainer/0", "trainer-2/0", *readers)
+    scenario.publish("trainer/0", 1)
+    for worker in readers:
+        scenario.acquire(worker, 2)
+    scenario.publish("trainer-2/0", 2)
+    assert scenario.heard(readers[0]) == ["read 2 checkpoint 0<-trainer-2/0"] and not scenario.heard(readers[1])
+    scenario.unpublish("trainer/0", 1)
+    assert scenario.heard("trainer/0") == ["unpublished"] and scenario.hub.next_deadline(scenario.now) == scenario.now
+    scenario.tell("trainer-2/0", m.Bye())
+    assert any("version 2 is lost with its last holder" in line for line in scenario.logged)
+
+
 def test_readers_are_told_when_their_source_is_given_up(scenario: Scenario) -> None:
     scenario.join_all("trainer/0", "rollout/0")
     scenario.publish("trainer/0", 1)

@@ -6,6 +6,7 @@ reached from the hub is counted, so a collection that is added one day is counte
 
 from __future__ import annotations
 
+import gc
 import operator
 import tracemalloc
 from collections import Counter, deque
@@ -203,6 +204,44 @@ def test_sessions_that_come_and_go_leave_nothing() -> None:
     once = entries(story.hub)
     drive(story, (m.Acquire, m.Publish, m.Bye), TIMES)
     assert set(story.hub.workers) == {TRAINER} and entries(story.hub) < once + 20_000
+
+
+def records_in_cycles(do: Callable[[], object]) -> set[str]:
+    """Return the kinds of our objects that only the collector of cycles would have freed."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        do()
+        gc.collect()
+        return {type(each).__name__ for each in gc.garbage if type(each).__module__.startswith("tensorhub_plugins")}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize("end", ["bye", "silence", "control"])
+def test_what_ends_is_freed_without_a_collection(end: str) -> None:
+    """A hub that looks through the records of tens of thousands hears nobody meanwhile: see `collect_rarely`."""
+    story = story_with_a_trainer()
+    everything = tuple(kind for kind in KINDS.values() if kind is not m.Bye)
+
+    def all_come_and_go() -> None:
+        drive(story, everything, 200, spread=10)
+        if end == "control":
+            pending = machine.Pending(story.hub.registry.workers[TRAINER], m.AskStatus(1), story.now)
+            pending.queue = pending  # type: ignore[assignment]
+        for who in range(10):
+            if end != "silence":
+                say(story, session(10**9 + who), m.Bye())
+        for _ in range(8):
+            story.now += story.hub.limits.session_timeout_s
+            story.hub.registry.workers[TRAINER].last_heard = story.now
+            story.hub.handle(machine.Tick(), story.now)
+        assert set(story.hub.workers) == {TRAINER}
+
+    assert records_in_cycles(all_come_and_go) == ({"Pending"} if end == "control" else set())
 
 
 def keeps_claims(self: Registry, version: Version, worker: Worker, key: ShardKey, now: float, number: int = 0) -> None:

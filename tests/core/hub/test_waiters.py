@@ -15,6 +15,7 @@ class Requests:
 
     def __init__(self) -> None:
         self.waiters = Waiters()
+        self.waiters.allow_tries(8)
         self.history = History("run", "actor", versions={1: Version(1, visible=True), 2: Version(2)})
         self.made = 0
 
@@ -49,6 +50,22 @@ def test_a_new_request_is_tried_once_and_in_the_order_of_arrival(requests: Reque
     assert requests.waiters.pop_dirty() is requests.history and requests.waiters.pop_dirty() is None
     assert requests.waiters.pop_ready(requests.history, ()) == [first, second]
     assert requests.waiters.pop_ready(requests.history, ()) == []
+
+
+def test_of_more_requests_than_may_be_tried_the_first_are(
+    requests: Requests,
+) -> None:
+    made = [requests.add(requests.acquire()) for _ in range(5)]
+    waiters, history = requests.waiters, requests.history
+    popped = []
+    for most in (2, 0, 2, 2):
+        waiters.allow_tries(most)
+        assert waiters.pop_dirty() is history
+        popped.append(waiters.pop_ready(history, ()))
+    assert popped == [made[:2], [], made[2:4], made[4:]]
+    assert not waiters.put_off and not history.ready
+    waiters.allow_tries(2)
+    assert waiters.pop_dirty() is None
 
 
 def test_an_unpublish_is_tried_before_all_others(requests: Requests) -> None:
