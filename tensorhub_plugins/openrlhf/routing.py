@@ -131,10 +131,11 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         with self.engines.lock:  # the fleet hears of an engine as it is after this
             live = self.engines.table.able(version)
             evaluating = [m for m in live if self._evaluating.get(m.name) == m.epoch]
+            if self._evaluating and not evaluating:
+                logger.warning("the evaluation goes on with other versions: all engines that it began with are lost")
+                self._evaluating = {}
             members = {member.name: member for member in evaluating or live}
-            places = [
-                Place(member.name, member.heartbeat.get("requests_max", REQUESTS_MAX)) for member in members.values()
-            ]
+            places = [Place(one.name, one.heartbeat.get("requests_max", REQUESTS_MAX)) for one in members.values()]
             given = self.work.hand_out(places, HANDED_OUT_MAX)
             for name, prompt in given:
                 if prompt.lost:

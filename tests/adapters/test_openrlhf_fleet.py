@@ -13,11 +13,12 @@ pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-
 torch = pytest.importorskip("torch")
 
 from openrlhf_fakes import EVERY_PROMPT, PROMPTS, FakeEngine, FakeHub, FakeRay, Ref, make, play_ray, prompts_of  # noqa: E402
-from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError  # noqa: E402
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError, RayActorError  # noqa: E402
 
 from tensorhub_plugins.core import DeadlineExceeded  # noqa: E402
 from tensorhub_plugins.openrlhf import health  # noqa: E402
 from tensorhub_plugins.openrlhf.journal import GivenBack, Journal  # noqa: E402
+from tensorhub_plugins.openrlhf.versions import FIRST  # noqa: E402
 from tensorhub_plugins.vllm.ray import reporting  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen  # noqa: E402
 from tensorhub_plugins.vllm.ray.handles import seal  # noqa: E402
@@ -212,6 +213,29 @@ def test_one_that_joins_during_an_evaluation_stays_out_of_it(ray: FakeRay, monke
     assert generator.engines.members[1].in_rotation
     generator.generate_samples()
     assert joiner.asked  # the control: it gets prompts of the next batch
+
+
+def test_an_evaluation_whose_engines_are_all_lost_says_that_others_answer(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    only = FakeEngine(version=3)
+    generator = make([only], evaluation=2 * PROMPTS, per_engine=1)
+    monkeypatch.setattr(FakeHub, "visible", 3)
+    answer = FakeEngine.do_generate_responses
+
+    def come_back(self: FakeEngine, **kwargs: Any) -> Any:
+        if len(self.asked) != 2:
+            return answer(self, **kwargs)
+        self.version = 5  # Ray has started it again
+        return RayActorError()
+
+    monkeypatch.setattr(FakeEngine, "do_generate_responses", come_back)
+    samples = generator.generate_eval_samples()
+    assert {int(sample.info[FIRST]) for sample in samples} == {3, 5}
+    said = [one.getMessage() for one in caplog.records if "goes on with other versions" in one.getMessage()]
+    assert len(said) == 1
+    generator.generate_eval_samples()  # the control
+    assert len([one for one in caplog.records if "goes on with other versions" in one.getMessage()]) == 1
 
 
 def test_without_a_fleet_the_generator_goes_on(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
