@@ -47,7 +47,9 @@ def validation_of(root: Any) -> Validation:
     """Return the validation. root: verl's whole configuration, once the trainer has read its data."""
     trainer = root.get("trainer") or {}
     last = trainer.get("total_training_steps")
-    if last is None:  # the trainer has counted the prompts, and told the optimizer
+    if root.get("async_training") is not None:  # fully_async ends with its samples, whatever that says
+        last = None
+    elif last is None:  # the trainer has counted the prompts, and told the optimizer
         updates = get(root, "actor_rollout_ref", "actor", "optim", "total_training_steps") or 0
         per_step = 1
         if trainer.get("use_v1", True):

@@ -42,6 +42,13 @@ def test_verls_configuration_says_when_it_validates(trainer, optimizer_steps, ex
     assert validation_of(root) == expected
 
 
+def test_fully_async_knows_no_last_step():
+    """Else each update after it would wait for all replicas."""
+    trainer = {"test_freq": 2, "use_v1": False, "total_training_steps": 8}
+    root = OmegaConf.create({"trainer": trainer, "async_training": {"require_batches": 1}})
+    assert validation_of(root) == Validation(True, 2, None)
+
+
 class Router:
     """replicas: whether one is ready."""
 
