@@ -84,7 +84,12 @@ NUMBERS: dict[str, tuple[int, int | None]] = {
     SYNC_STEP: (1, 1),
     "actor_rollout_ref.model.lora_rank": (0, 0),
     "actor_rollout_ref.model.lora.rank": (0, 0),
+    "trainer.total_epochs": (1, 1),
+    **{"trainer.critic_warmup": (0, 0), "trainer.test_freq": (-1, -1), "trainer.save_freq": (-1, -1)},
+    **dict.fromkeys(("trainer.total_training_steps", "rollout.total_rollout_steps"), (1, None)),
+    **{f"async_training.{name}": (1, 1) for name in ("require_batches", "concurrent_samples_per_replica")},
 }
+NEVER_NULL = ("trainer.", "async_training.")  # with what stands for a wrong one: verl compares it, minutes later
 
 
 def concerns_store(root: Any) -> bool:
@@ -104,7 +109,8 @@ def settle(root: Any) -> list[str]:
     for option, (least, stands_for) in NUMBERS.items():
         *parents, name = option.split(".")
         place = get(root, *parents)
-        if (value := get(place, name)) is not None:
+        value, is_needed = get(place, name), stands_for is not None and option.startswith(NEVER_NULL)
+        if value is not None or (is_needed and name in (place or ())):
             try:
                 check_number(value, option, least)
             except UsageError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.verl import checks, config
 from tensorhub_plugins.vllm.lora import history_of
 from tensorhub_plugins.vllm.model_size import model_of
@@ -49,6 +50,7 @@ def check(root: Any) -> Outlook:
     settle(root, model)
     options, outlook = checks.check(root)
     outlook.wrong[:0] = wrong
+    outlook.ask(check_samples, root)
     checks.tell_memory(outlook, root, options, model)
     tensor_parallel = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     outlook.ask(check_heads, model, int(OmegaConf.select(root, tensor_parallel) or 1), tensor_parallel)
@@ -83,3 +85,21 @@ def settle(root: Any, model: Model | None) -> None:
         settled["model"] = history_of(str(given.get("model") or config.Options().model))
     for option, value in settled.items():
         OmegaConf.update(root, f"{config.WHERE}.{option}", value, force_add=True)
+
+
+def check_samples(root: Any) -> None:
+    """Check what fully_async ends by: without a last checkpoint, or with success and nothing trained."""
+    given, reference = checks.get(root, "async_training"), checks.get(root, "actor_rollout_ref")
+    if given is None:
+        return
+    if checks.get(root, "trainer", "test_freq") == 0:
+        raise UsageError("trainer.test_freq is 0, and fully_async divides by it before its last checkpoint: set -1")
+    total = checks.get(root, "rollout", "total_rollout_steps")
+    together = (checks.get(reference, "actor", "ppo_mini_batch_size") or 0) * (
+        checks.get(given, "require_batches") or 1
+    )
+    if total is not None and total < together:
+        raise UsageError(
+            f"rollout.total_rollout_steps is {total}, and fully_async trains on {together} samples together (actor_"
+            "rollout_ref.actor.ppo_mini_batch_size times async_training.require_batches): raise it, or set null"
+        )

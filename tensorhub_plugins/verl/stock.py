@@ -75,8 +75,9 @@ def _ask(outlook: Outlook, what: str, question: Callable[..., Any], *arguments: 
 
 
 def _line_of(error: Exception) -> str:
-    """Return the statement that raised it: some of verl's asserts have no words."""
-    return traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
+    """Return the statement that raised it, and where: some of verl's asserts have no words."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{place.line or type(error).__name__} (in {place.name})"
 
 
 def command_of(command: str, root: Any) -> Any:
@@ -101,13 +102,18 @@ def separate_async(root: Any) -> Any:
 
 def _roles(root: Any) -> None:
     from verl.experimental.separation import utils
+    from verl.trainer.ppo.core_algos import get_kl_controller
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     roles, _ = utils.create_role_worker_mapping(root)
     utils.create_resource_pool_manager(root, list(roles))
     if root.get("async_training") is None:
         validate_config(root, need_reference_policy(root), need_critic(root))
+        return
+    omega_conf_to_dataclass(root.actor_rollout_ref.actor)  # as its workers and its trainer do, later
+    if root.algorithm.use_kl_in_reward:
+        get_kl_controller(root.algorithm.kl_ctrl)
 
 
 def _critic(root: Any) -> None:
@@ -341,11 +347,30 @@ def _tool_format(name: Any, root: Any) -> None:
         ToolParser.get_tool_parser(name, None)
 
 
+def _optimizer(name: Any, root: Any) -> None:
+    actor = root.actor_rollout_ref.actor
+    if actor.strategy in ("fsdp", "fsdp2"):
+        getattr(import_module(actor.optim.optimizer_impl), name)  # as its `build_optimizer` does
+
+
+def _correction(root: Any, **kind: Any) -> None:
+    import torch
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    if root.actor_rollout_ref.rollout.calculate_log_probs:  # or there is nothing to correct
+        limits = {f"{name}_threshold": root.algorithm.rollout_correction.get(f"{name}_threshold") for name in kind}
+        of_tokens = torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)
+        compute_rollout_correction_and_rejection_mask(*of_tokens, **kind, **limits)
+
+
 NAMES: dict[str, Callable[[Any, Any], None]] = {
     "actor_rollout_ref.actor.policy_loss.loss_mode": _policy_loss,
     "actor_rollout_ref.actor.kl_loss_type": _divergence,
     "algorithm.kl_penalty": _divergence,
     "actor_rollout_ref.actor.fsdp_config.model_dtype": _dtype,
+    "actor_rollout_ref.actor.optim.optimizer": _optimizer,
+    "algorithm.rollout_correction.rollout_is": lambda name, root: _correction(root, rollout_is=name),
+    "algorithm.rollout_correction.rollout_rs": lambda name, root: _correction(root, rollout_rs=name),
     "reward.reward_manager.name": _reward_manager,
     "data.truncation": _truncation,
     "trainer.logger": _loggers,

@@ -38,6 +38,7 @@ ONE_STEP_OFF = ["verl.experimental.one_step_off_policy.main_ppo", SEARCH, APART]
 FULLY_ASYNC = [
     *("verl.experimental.fully_async_policy.fully_async_main", APART),
     *("data.train_batch_size=0", "data.gen_batch_size=1", f"{ROLLOUT}.calculate_log_probs=True"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
 ]
 OPTIONS = f"+{config.WHERE}"
 SIZE = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
@@ -236,11 +237,39 @@ def test_lines_that_cannot_run_are_refused(mode, arguments, says, job):
         ("actor_rollout_ref.actor.optim.lr=abc", "optim.lr is 'abc': give a number, as verl's own 1e-06"),
         ("actor_rollout_ref.actor.entropy_coeff=x", "actor.entropy_coeff is 'x': give a number, as verl's own 0"),
         (f"{OPTIONS}=3", f"{config.WHERE} is 3: it has options, such as {config.WHERE}.keep=2"),
+        ("trainer.test_freq=null", "trainer.test_freq is None: give a whole number, -1 or more"),
+        ("trainer.total_epochs=0", "trainer.total_epochs is 0: give a whole number, 1 or more"),
+        ("trainer.total_training_steps=abc", "trainer.total_training_steps is 'abc': give a whole number, 1 or more"),
     ],
 )
 def test_typing_errors_are_one_sentence_that_names_the_option(word, says, job):
     (wrong,) = looked([*SEPARATE, *PULL, *job, *word.split()]).wrong
     assert says in wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("trainer.save_freq=null", "trainer.save_freq is None: give a whole number"),
+        ("trainer.test_freq=0", "trainer.test_freq is 0, and fully_async divides by it before its last checkpoint"),
+        ("async_training.require_batches=0", "async_training.require_batches is 0: give a whole number, 1 or more"),
+        ("async_training.concurrent_samples_per_replica=0", "concurrent_samples_per_replica is 0"),
+        ("rollout.total_rollout_steps=0", "rollout.total_rollout_steps is 0: give a whole number, 1 or more"),
+        ("rollout.total_rollout_steps=31 async_training.require_batches=2", "is 31, and fully_async trains on 32 sam"),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=fixd", "NotImplementedError (in get_kl_controller)"),
+        ("actor_rollout_ref.actor.loss_agg_mode=tokn", "Invalid loss_agg_mode: tokn"),
+    ],
+)
+def test_what_fully_async_would_stop_at_after_its_engines_start_is_refused(words, says, job):
+    (wrong,) = looked([*FULLY_ASYNC, *PULL, *job, *words.split()]).wrong
+    assert says in wrong
+
+
+def test_numbers_of_fully_async_that_let_it_train_are_fine(job):
+    """The control."""
+    for total in ("32", "null"):
+        more = [f"rollout.total_rollout_steps={total}", "async_training.require_batches=2", "trainer.test_freq=-1"]
+        assert not looked([*FULLY_ASYNC, *PULL, *job, *more, "algorithm.kl_ctrl.type=fixd"]).wrong  # not used
 
 
 @pytest.mark.parametrize("mode", [ONE_STEP_OFF, FULLY_ASYNC])
@@ -289,6 +318,18 @@ def test_these_modes_run_as_they_are(mode, job):
             "actor_rollout_ref.actor.fsdp_config.fsdp_size=3",
             "fsdp_size is 3, and the trainer's 8 ranks are no multiple",
         ),
+        (
+            "actor_rollout_ref.actor.optim.optimizer=AdamX",
+            "which verl does not know: module 'torch.optim' has no attribute 'AdamX'",
+        ),
+        (
+            f"{ROLLOUT}.calculate_log_probs=True algorithm.rollout_correction.rollout_is=tokn",
+            "algorithm.rollout_correction.rollout_is is 'tokn', which verl does not know: Invalid rollout_is: tokn",
+        ),
+        (
+            f"{ROLLOUT}.calculate_log_probs=True algorithm.rollout_correction.rollout_rs=tokn",
+            "rollout_correction.rollout_rs is 'tokn', which verl does not know: rollout_rs_threshold must be",
+        ),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=3", "8 ranks, which is no multiple of 3 (actor_rollo"),
         (f"{SIZE} {checks.SYNC_STEP}=16", "(4) times actor_rollout_ref.rollout.n (1) is no multiple of the 8 ranks th"),
     ],
@@ -303,6 +344,9 @@ def test_what_verl_and_vllm_take_is_fine(job):
     more = [f"{SIZE} {checks.SYNC_STEP}=16 {ROLLOUT}.n=2 actor_rollout_ref.actor.fsdp_config.fsdp_size=4"]
     more += ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.kl_loss_type=k9"]  # not used
     more += [f"trainer.logger=[console] data.truncation=middle {ROLLOUT}.agent.default_agent_loop=tool_agent"]
+    more += [f"{ROLLOUT}.calculate_log_probs=True algorithm.rollout_correction.rollout_is=sequence"]
+    more += [f"algorithm.rollout_correction.{one}" for one in ("rollout_rs=token_k1", "rollout_rs_threshold=0.5_2.0")]
+    more += ["actor_rollout_ref.actor.optim.optimizer=SGD trainer.test_freq=0 trainer.total_training_steps=null"]
     more += [f"{ROLLOUT}.temperature=0.7 {ROLLOUT}.top_p=0.9 {ROLLOUT}.top_k=50 {ROLLOUT}.max_model_len=2048"]
     assert not looked([*SEPARATE, *PULL, *job, *" ".join(more).split()]).wrong
 

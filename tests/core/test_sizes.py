@@ -23,7 +23,7 @@ CEILINGS = {
     "core/transfer": 1_880,
     "core/transports": 7_085,
     "openrlhf": 2_560,
-    "verl": 4_215,
+    "verl": 4_270,
     "vllm": 9_079,
     "vllm/doctor": 800,
     "vllm/worker": 5_840,
