@@ -6,8 +6,11 @@ reached from the hub is counted, so a collection that is added one day is counte
 
 from __future__ import annotations
 
+import ast
 import gc
 import operator
+import subprocess
+import sys
 import tracemalloc
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -242,6 +245,15 @@ def test_what_ends_is_freed_without_a_collection(end: str) -> None:
         assert set(story.hub.workers) == {TRAINER}
 
     assert records_in_cycles(all_come_and_go) == ({"Pending"} if end == "control" else set())
+
+
+def test_a_hubs_process_looks_for_cycles_rarely() -> None:
+    """In a process of its own, which keeps what is set."""
+    script = (
+        "import gc, tensorhub_plugins.core.hub.server as server; server.collect_rarely(); print(gc.get_threshold())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ast.literal_eval(done.stdout)[2] >= 100 * gc.get_threshold()[2]
 
 
 def keeps_claims(self: Registry, version: Version, worker: Worker, key: ShardKey, now: float, number: int = 0) -> None:
