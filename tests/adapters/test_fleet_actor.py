@@ -197,6 +197,22 @@ def test_an_actor_that_is_started_again_goes_on_where_it_was(monkeypatch: pytest
     play(story, monkeypatch)
 
 
+def test_a_starter_that_was_lost_keeps_the_state_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an actor that is lost after it knows no target any more. Nothing else happens meanwhile."""
+
+    async def story(stage: Stage) -> None:
+        stage.launcher.room = 0
+        await stage.report("rollout-0")
+        await stage.command(events.SetTarget(3))
+        again = Starter(stage.launcher)
+        stage.actor._starter._actor = again
+        monkeypatch.setattr(ray, "get_actor", lambda name: Remote(again))
+        await stage.until(lambda: again._saved)
+        assert (await stage.new_actor().view()).target == 3
+
+    play(story, monkeypatch)
+
+
 def test_the_last_that_is_ready_is_drained_at_once_only_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

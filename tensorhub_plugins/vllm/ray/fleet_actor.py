@@ -232,7 +232,10 @@ class FleetActor:
     async def _look(self) -> None:
         try:
             nodes = await asyncio.to_thread(live_nodes)
-            slots = await asyncio.wait_for(self._starter.slots.remote(frozenset(self._state.avoided)), SLOTS_TIMEOUT_S)
+            asked = self._starter.slots.remote(frozenset(self._state.avoided))
+            slots, is_saved = await asyncio.wait_for(asked, SLOTS_TIMEOUT_S)
+            if not is_saved:  # it was lost, and the state with it
+                self._starter.save.remote(self._state)
             self._look_at(nodes, slots, bool(self._state.spares) and await asyncio.to_thread(room.is_wanted))
         except Exception as error:  # Ray's head or the starter is busy, or is being started again
             logger.info("fleet: what there is room for is not known now: %s", sentence(error))

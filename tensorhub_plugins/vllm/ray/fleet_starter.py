@@ -45,8 +45,9 @@ class Starter:
             self._stops[name].add_done_callback(lambda _: self._stops.pop(name))
         await asyncio.shield(self._stops[name])
 
-    async def slots(self, avoid: Collection[str]) -> int:
-        return await asyncio.to_thread(self._launcher.slots, avoid)
+    async def slots(self, avoid: Collection[str]) -> tuple[int, bool]:
+        """Return how many members there is room for, and whether a state is kept here."""
+        return await asyncio.to_thread(self._launcher.slots, avoid), self._saved is not None
 
     async def save(self, state: Any) -> None:
         """Keep the fleet's state, until the next one."""
