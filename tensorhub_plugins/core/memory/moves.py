@@ -263,7 +263,7 @@ def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None, pa
         part = left.pop(spec.name, None)
         if part is not None:
             _check_part(spec, part)
-            if part.global_shape != spec.shape:
+            if part.global_shape != spec.shape or part.tensor not in ("", spec.name):
                 spec = msgspec.structs.replace(spec, part=part)
         described.append(spec)
     if left:

@@ -160,6 +160,22 @@ def test_other_owners_than_the_last_time_publish_the_same_slices(address):
         trainer.close()
 
 
+@pytest.mark.parametrize(("way", "ranks"), [("gathered", 2), ("rows", 1), ("rows", 2)])
+def test_what_lies_apart_in_one_piece_keeps_its_name(address, way, ranks):
+    """Experts for expert parallel engines, and a matrix of which one slice is all: as parts that are the whole."""
+    shapes = {f"layers.0.mlp.experts.{k}.w1.weight": (2048, 512) for k in range(2)} | {"up_proj.weight": (1, 1 << 20)}
+    whole = {name: torch.randn(shape) for name, shape in shapes.items()}
+    trainers = publishers(address, ranks, 2)
+    publish(trainers, 1, way, whole)
+    into = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    with client(address, "reader") as reader:
+        reader.replicate(into, 1)
+        for found in into, reader.fetch(1).tensors():
+            assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+    for trainer in trainers:
+        trainer.close()
+
+
 def test_a_size_that_no_engine_has_is_refused(address):
     with pytest.raises(UsageError, match="slices=0: give the tensor parallel size"):
         publishers(address, 1, 0)
