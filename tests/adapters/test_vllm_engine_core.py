@@ -379,6 +379,39 @@ def test_patience_ends(following: Any, hub: Server) -> None:
     wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
 
 
+def test_patience_ends_for_versions_that_come_faster(
+    following: Any, hub: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each had its own: an engine that is always busy then stays with its first version. Once it has what is to be run,
+    the next one has patience of its own."""
+    now = 1000.0
+    monkeypatch.setattr(core_follower, "time", SimpleNamespace(monotonic=lambda: now))
+    core = following("idle", patience_s=10.0)
+    busy: list[Any] = []  # what it has fetched, when it looks for an idle moment
+
+    async def is_idle() -> bool:
+        busy.append(core.log[-1])
+        return False
+
+    core.is_idle = is_idle
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.retain(newest=4)
+        for version in (1, 2, 3):
+            trainer.publish(version, {"weight": torch.full((4, 1000), float(version))})
+            wait_until(lambda version=version: ("start_fetch", version) in busy, "it waits for an idle moment")
+            now += 4.0
+        wait_until(lambda: core.log[-3:] == [("install", 3), "forget", "resume"], "switched")
+        trainer.publish(4, {"weight": torch.full((4, 1000), 4.0)})
+        wait_until(lambda: ("start_fetch", 4) in busy, "it is patient again")
+        trainer.withdraw(4)
+        wait_until(lambda: core.log[-1] == ("discard",), "dropped")
+        wait_until(lambda: core.status()["wanted"] == 3, "it has what is to be run")
+        now += 20.0
+        trainer.publish(5, {"weight": torch.full((4, 1000), 5.0)})
+        wait_until(lambda: ("start_fetch", 5) in busy, "and again")
+    assert ("install", 4) not in core.log and ("install", 5) not in core.log
+
+
 def test_an_install_under_way_is_no_broken_engine(following: Any, hub: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was, for the moment of each install: a router that asked then sent its requests elsewhere."""
     seen: list[bool] = []

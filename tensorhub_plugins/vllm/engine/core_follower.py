@@ -330,6 +330,7 @@ class CoreFollower(Follower):
         self._look_at = 0.0  # when to look again at what others have made of the weights, while it waits for its moment
         self._wanted = 0  # the version to run, as the hub last said
         self._behind = (0, 0.0)  # a version that was installed, and since when another one is to be run
+        self._patient = (-1, 0.0)  # a version that was installed, and until when others wait for an idle moment
         self._installed = (0, time.monotonic())  # the version that is, and since when
         self._staleness = Staleness(lambda: self._hub_silent_s, how.staleness_s, worker=self.worker)
         self._began_at = time.monotonic()
@@ -377,6 +378,7 @@ class CoreFollower(Follower):
 
     def _want(self, version: int) -> None:
         """Note what the hub says is to be run."""
+        self._patient = (-1, 0.0) if version == self.version else self._patient
         if self._behind[0] != self.version or self._wanted == self.version:
             self._behind = self.version, time.monotonic()
         self._wanted = version
@@ -527,7 +529,9 @@ class CoreFollower(Follower):
 
     async def _idle_moment(self, version: int) -> int | None:
         """Return when there is one, or another version that is to be run instead of this one before there was."""
-        patient_until = time.monotonic() + self._how.patience_s
+        if self._patient[0] != self.version:  # once for all of them: they may come faster than patience ends
+            self._patient = self.version, time.monotonic() + self._how.patience_s
+        _, patient_until = self._patient
         while not (self.is_paused or time.monotonic() > patient_until or await self.look()):
             if await self._core.is_idle():
                 return None
