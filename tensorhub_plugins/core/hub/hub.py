@@ -486,7 +486,7 @@ class Hub:
                 self.registry.add_lease(lease)
         for claimed in hello.claims[:CLAIMS_PER_SESSION_MAX]:
             if self._may_claim(worker, claimed, now):
-                self.registry.add_claim(worker.history.version(claimed.version), worker, claimed, now)
+                self.registry.add_claim(worker.history.version(claimed.version, now), worker, claimed, now)
         return tuple(problems)
 
     def _may_claim(self, worker: Worker, key: ShardKey, now: float) -> bool:

@@ -120,11 +120,11 @@ class Publishing:
         problem = self._cannot_be_held(worker, announced, now, offered)
         if problem is not None or (worker.role == "reader" and self._waits(worker, announced, as_of, offered, now)):
             return problem
-        version, shard = history.version(key.version), (key.layout, key.shard_count, key.shard)
+        version, shard = history.version(key.version, now), (key.layout, key.shard_count, key.shard)
         if worker.role != "reader" and shard in version.by_readers and version.contents[shard][0] != announced.root:
             for other in list(version.holders(key).values()):  # a publisher's word counts more than those of readers
                 self._registry.remove_holding(other)
-        if (problem := _other_bytes(worker, announced)) is not None:
+        if (problem := _other_bytes(worker, announced, now)) is not None:
             return problem
         mine = worker.holdings.get(key)
         worker.holdings_checksum = 0
@@ -164,7 +164,7 @@ class Publishing:
         before = self._registry.take_from_aside(worker, key)
         waits = self._standing(worker, announced, offered, now) == "aside"
         if not waits and (before is not None or not offered):  # a Publish of other bytes is refused
-            waits = _other_bytes(worker, announced) is not None
+            waits = _other_bytes(worker, announced, now) is not None
         if waits:
             self._registry.put_aside(worker, key, Aside(announced, as_of, offered))
         return waits
@@ -321,10 +321,10 @@ class Publishing:
         )
 
 
-def _other_bytes(worker: Worker, announced: m.Holding) -> str | None:
+def _other_bytes(worker: Worker, announced: m.Holding, now: float) -> str | None:
     """Return why this cannot be that version's shard; None: it can, and defines the shard if it is the first."""
     key, history = announced.key, worker.history
-    version = history.version(key.version)
+    version = history.version(key.version, now)
     shard, said = (key.layout, key.shard_count, key.shard), (announced.root, announced.size_bytes)
     known = history.roots.get(key.version, {}).get(shard)
     is_new = known is None and shard not in version.contents

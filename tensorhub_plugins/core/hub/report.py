@@ -20,6 +20,7 @@ from tensorhub_plugins.core.protocol.lineage import merged
 from tensorhub_plugins.core.protocol.reach import at_all_hosts
 from tensorhub_plugins.core.types import ShardKey, VersionInfo, attempt_of, step_of
 
+MISSING_MAX = 8  # ranks of a version that is not whole, by name
 MODEL_SIZE_BYTES = 16_384  # of a model's own entry, with the longest names and WITHDRAWN_MAX versions
 Record = TypeVar("Record")
 
@@ -69,6 +70,7 @@ def _model(registry: Registry, history: History, now: float, room: Room) -> dict
         "newest_age_s": round(standing.newest_age_s(history, now), 3),
         "newest_replicas": standing.newest_replicas(history),
         "pace_s": round(standing.pace_s(registry, history), 3),
+        "unfinished": _unfinished(standing.unfinished(history, now)),
         "retain_newest": history.retain_newest,
         "retain_domains": history.retain_domains,
         "retain_across": history.retain_across,
@@ -96,6 +98,13 @@ def _model(registry: Registry, history: History, now: float, room: Room) -> dict
         "lost": _some(room, standing.lost(history, now).items(), _lost),
         "left_out": room.left_out,
     }
+
+
+def _unfinished(found: standing.Unfinished | None) -> dict[str, object] | None:
+    if found is None:
+        return None
+    some, missing = found.missing[:MISSING_MAX], len(found.missing)
+    return {**_number(found.version), "seconds": round(found.seconds, 3), "missing": some, "missing_count": missing}
 
 
 def _lost(one: tuple[str, standing.Lost]) -> dict[str, object]:

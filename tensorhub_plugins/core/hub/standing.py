@@ -52,6 +52,27 @@ def newest_age_s(history: History, now: float) -> float:
     return now - history.shown[history.newest_visible] if history.newest_visible else 0.0
 
 
+class Unfinished(NamedTuple):
+    """A version that some ranks of a trainer have published, for so long, and these others have not."""
+
+    version: int
+    seconds: float
+    missing: list[str]
+
+
+def unfinished(history: History, now: float) -> Unfinished | None:
+    """Return the newest such version; None: there is none above the newest that is visible."""
+    for number in sorted((n for n in history.versions if n > history.newest_visible), reverse=True):
+        version = history.versions[number]
+        for (_, shard_count), by_shard in version.holdings.items():
+            held = {shard: h for shard, holders in by_shard.items() for h in holders.values() if h.is_published}
+            if held and len(held) < shard_count and not history.is_over(number):
+                replica = next(iter(held.values())).worker.hello.replica
+                missing = [f"{replica}/{shard}" for shard in range(shard_count) if shard not in held]
+                return Unfinished(number, now - version.since, missing)
+    return None
+
+
 def pace_s(registry: Registry, history: History) -> float:
     """Return the longest of the last intervals between two versions; 0: fewer than three came since the hub's start."""
     from_s = registry.started + registry.limits.grace_s  # what came before may be older than it seems

@@ -327,6 +327,7 @@ class Version:
     sources: dict[ShardKey, Sources] = field(default_factory=dict)
     copies: Copies = field(default_factory=Copies)
     may_be_lost: bool = True  # a complete copy has gone, or is about to go, since the last check
+    since: float = 0.0  # when it was heard of
 
     def key(self, layout: str, shard: int, shard_count: int) -> ShardKey:
         """Return the key of one of its shards."""
@@ -462,11 +463,11 @@ class History:
         self.id = self.run, self.model
         self.name = f"{self.run}/{self.model}"
 
-    def version(self, number: int) -> Version:
+    def version(self, number: int, now: float) -> Version:
         """Return what is known of this version, and create its record if there is none."""
         version = self.versions.get(number)
         if version is None:
-            version = self.versions[number] = Version(number)
+            version = self.versions[number] = Version(number, since=now)
         return version
 
     def forget_version(self, number: int) -> None:

@@ -81,6 +81,13 @@ def _versions(model: Report, hub: str, late_s: float) -> Found:
     if is_complete and newest and not any(worker["bytes_published"] for worker in model["workers"]):
         what = f"no trainer is connected; the newest version, {version_label(newest)}, is of {ago(age_s)} ago"
         yield "no_trainer", what, "if the run has not ended: see the trainer's log"
+    elif (part := model.get("unfinished")) and part["seconds"] > max(late_s, PACE_TIMES * pace_s):
+        names = ", ".join(part["missing"][:NAMES_MAX])
+        more = f" and {left} more" if (left := part["missing_count"] - NAMES_MAX) > 0 else ""
+        what = (
+            f"version {version_label(part['version'])} is not whole for {ago(part['seconds'])}: without {names}{more}"
+        )
+        yield "unfinished", what, "see the log of that rank: engines get a version that all ranks have published"
     elif pace_s and age_s > max(late_s, PACE_TIMES * pace_s):
         what = f"the trainer has published nothing for {ago(age_s)}; each version before took at most {ago(pace_s)}"
         yield "trainer_late", what, "see its log, and how long it waits for rollouts"

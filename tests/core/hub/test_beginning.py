@@ -154,7 +154,7 @@ def test_a_zombie_changes_nothing(scenario: Scenario, change: object) -> None:
 def test_a_zombies_hello_changes_nothing_either(scenario: Scenario) -> None:
     mark = scenario.hub.registry.workers[scenario.sessions[OLD]].mark
     resumes(scenario)
-    held = m.Holding(scenario.hub.registry.histories["run", "actor"].version(7).key(CHECKPOINT, 0, 1), b"r" * 16, 1)
+    held = m.Holding(scenario.hub.registry.histories["run", "actor"].version(7, 0.0).key(CHECKPOINT, 0, 1), b"r" * 16, 1)
     scenario.join(OLD, holdings=(held,), retain_newest=9, mark=mark)
     history = scenario.hub.registry.histories["run", "actor"]
     assert (history.visible(), history.retain_newest) == ([], 3)

@@ -470,7 +470,7 @@ def test_a_number_that_nobody_has_seen_is_free_when_its_last_holder_has_taken_it
 def test_no_more_roots_are_kept_than_there_is_room_for() -> None:
     history, shards = state.History("run", "actor"), state.ROOTS_KEPT_MAX // 2
     for number in (1, 2, 3):
-        version = history.version(number)
+        version = history.version(number, 0.0)
         version.was_visible = True
         version.contents.update({(CHECKPOINT, shards, shard): (b"r" * 16, 100) for shard in range(shards)})
         history.forget_version(number)

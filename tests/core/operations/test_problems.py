@@ -169,6 +169,23 @@ def test_a_trainer_that_is_late_and_one_that_is_gone(run: Scenario) -> None:
     assert list(found(run)) == ["no_trainer"]
 
 
+def test_a_rank_that_publishes_nothing(run: Scenario) -> None:
+    """Of the first version, whose pace is not known, and of later ones."""
+    story = Scenario()
+    story.join_all("trainer/0", "trainer/1", "trainer/2", shard_count=3)
+    story.publish("trainer/1", 1)
+    story.wait(59.0)
+    assert found(story) == {}
+    story.wait(2.0)
+    part = found(story)["unfinished"]
+    assert part.what == "version 1 is not whole for 61 s: without trainer/0, trainer/2"
+    assert "see the log of that rank" in part.to_do
+    story.publish("trainer/0", 1)
+    assert found(story)["unfinished"].what.endswith(": without trainer/2")
+    story.publish("trainer/2", 1)
+    assert found(story) == {}
+
+
 def test_after_a_restart_of_the_hub_nobody_knows_how_long_a_version_takes() -> None:
     story = Scenario(recovering=True)
     story.join("trainer/0")
