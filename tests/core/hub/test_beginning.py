@@ -23,7 +23,7 @@ from tensorhub_plugins.core.protocol.lineage import (
     is_superseded,
     merged,
 )
-from tensorhub_plugins.core.types import CHECKPOINT, Location, version_of
+from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey, version_of
 
 OLD, NEW = "trainer/0", "again/0"
 
@@ -154,7 +154,7 @@ def test_a_zombie_changes_nothing(scenario: Scenario, change: object) -> None:
 def test_a_zombies_hello_changes_nothing_either(scenario: Scenario) -> None:
     mark = scenario.hub.registry.workers[scenario.sessions[OLD]].mark
     resumes(scenario)
-    held = m.Holding(scenario.hub.registry.histories["run", "actor"].version(7, 0.0).key(CHECKPOINT, 0, 1), b"r" * 16, 1)
+    held = m.Holding(ShardKey(7, CHECKPOINT), b"r" * 16, 1)
     scenario.join(OLD, holdings=(held,), retain_newest=9, mark=mark)
     history = scenario.hub.registry.histories["run", "actor"]
     assert (history.visible(), history.retain_newest) == ([], 3)
