@@ -177,6 +177,7 @@ class Hub:
             return True
         if pending.is_overdue(now):  # its caller may ask again, as in `_request`
             waiters.remove(pending)
+            pending.worker.dropped = pending.message.request_id, pending.version
             if isinstance(pending.message, m.Unpublish):
                 self._publishing.retain(pending.worker, pending.message)
             return True
@@ -363,6 +364,7 @@ class Hub:
         if isinstance(message, m.Begin):
             self._beginning.suspect(worker.history, message)
         pending = Pending(worker, message, now + message.timeout_s, now)
+        pending.version = worker.dropped[1] if worker.dropped[0] == message.request_id else 0
         self.registry.waiters.add(pending)
         self.registry.schedule(pending.deadline, pending)
         if isinstance(message, m.Unpublish):

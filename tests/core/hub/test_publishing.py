@@ -71,6 +71,27 @@ def test_a_reading_group_agrees_on_latest_though_a_newer_version_appears_in_betw
     assert scenario.heard("rollout/0") == [f"read 2 {RUNTIME} 0<-trainer/0"]
 
 
+def test_a_shard_that_was_taken_for_gone_while_it_waited_has_the_version_of_the_others() -> None:
+    """It has not given up: it thinks the hub's clock earlier than that is, and asks again."""
+    scenario = Scenario(limits=HubLimits(readers_per_source_max=1))
+    for name in ("trainer", "rollout", "other"):
+        scenario.join_all(f"{name}/0", f"{name}/1", shard_count=2)
+    for shard in (0, 1):
+        scenario.publish(f"trainer/{shard}", 1, RUNTIME)
+    read = scenario.acquire("other/0", 1, layouts=(RUNTIME,), serve=False)  # nobody else has room
+    until = m.Until(scenario.hub.session, scenario.now + 2.0)
+    number = scenario.acquire("rollout/0", layouts=(RUNTIME,), until=until)
+    scenario.acquire("rollout/1", layouts=(RUNTIME,))
+    assert scenario.heard("rollout/1") == [f"read 1 {RUNTIME} 1<-trainer/1"] and scenario.heard("rollout/0") == []
+    for shard in (0, 1):
+        scenario.publish(f"trainer/{shard}", 2, RUNTIME)
+    scenario.now += 3.0
+    scenario.tell("other/0", m.Release(read))
+    assert scenario.heard("rollout/0") == []
+    scenario.tell("rollout/0", m.Acquire(number, 0, 0, (RUNTIME,), 9.0))
+    assert scenario.heard("rollout/0") == [f"read 1 {RUNTIME} 0<-trainer/0"]
+
+
 def test_latest_never_goes_backwards_for_a_reader(scenario: Scenario) -> None:
     scenario.join("trainer/0")
     scenario.join("old/0")
