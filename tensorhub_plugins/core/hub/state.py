@@ -253,7 +253,7 @@ class Worker(_Referred):
     settled: int = 0  # it has the answers to its requests up to this one,
     asked: tuple[int, ...] = ()  # but for these
     seen_version: int = 0
-    dropped: tuple[int, int] = (0, 0)  # the last request that was given up, it seemed, and what "latest" meant to it
+    dropped: tuple[int, int] = (0, 0)  # the last request that was overdue, and the version that was "latest" for it
     refusal: tuple[int, str] = (0, "")  # the newest version that it cannot install, and why; 0: none
     failure: str = ""  # of its last try to install one, as a follower; "": it went well
     installed: int | None = None  # what it runs, as a follower (0: nothing yet); None: it follows nothing
