@@ -217,9 +217,10 @@ class Registry:
         for other in history.replicas.get(hello.replica, {}).values():
             if other.hello.shard == hello.shard and worker.is_zombie and not other.is_zombie:
                 worker.is_replaced = True  # it was only away
-            elif other.hello.shard == hello.shard:  # the replica starts again: so do its generations of "latest"
+            elif other.hello.shard == hello.shard:  # the replica starts again: it agrees on "latest" anew
+                if not other.is_replaced:
+                    history.group(other).restart(hello.shard, hello.shard_count)
                 other.is_replaced = True
-                history.group(other).forget_version()
                 for pending in list(other.pending.values()):  # requests of its former incarnation
                     if not isinstance(pending.message, m.Unpublish):  # these concern what it still holds
                         self.waiters.remove(pending)
@@ -253,7 +254,7 @@ class Registry:
         left = [other for other in replica.values() if other.hello.shard == worker.hello.shard]
         if left and all(other.is_replaced for other in left):
             left[-1].is_replaced = False  # its replacement has gone before it
-            history.group(left[-1]).forget_version()
+            history.group(left[-1]).version = 0  # the replica agrees on "latest" anew
         mates = [other for other in replica.values() if other.group == worker.group]
         if not mates:
             del history.groups[worker.group]

@@ -370,14 +370,20 @@ class GroupResolution:
     version: int = 0  # 0: none is agreed on
     notified_shards: set[int] = field(default_factory=set)
     refused: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # shard -> session and request that was refused
+    restarted: set[int] = field(default_factory=set)  # shards with a new worker, until all of them have one
 
     def begin(self, version: int) -> None:
         """Begin the next generation."""
         self.generation, self.version, self.notified_shards = self.generation + 1, version, set()
 
-    def forget_version(self) -> None:
-        """Make the group agree on "latest" anew."""
-        self.version = 0
+    def restart(self, shard: int, shard_count: int) -> None:
+        """Note that the worker of this shard is a new one. The first makes the group agree anew; what the group agrees
+        on then is valid for those that come later, too."""
+        if not self.restarted or shard in self.restarted:
+            self.restarted, self.version = set(), 0
+        self.restarted.add(shard)
+        if len(self.restarted) == shard_count:
+            self.restarted = set()
 
     def forget_shard(self, shard: int) -> None:
         """Forget the worker of this shard, which is gone. Refusals stay: it may come back, and ask again."""
@@ -387,7 +393,7 @@ class GroupResolution:
         """Refuse this request what the others took, also when the refusal is lost and it is sent again."""
         refused_session, last = self.refused.get(shard, (b"", 0))
         self.refused[shard] = session, max(request_id, last) if session == refused_session else request_id
-        self.forget_version()
+        self.version = 0  # they agree anew
 
     def has_refused(self, shard: int, session: bytes, request_id: int) -> bool:
         """Return whether this request of the shard, or a later one, was refused."""

@@ -71,6 +71,24 @@ def test_a_reading_group_agrees_on_latest_though_a_newer_version_appears_in_betw
     assert scenario.heard("rollout/0") == [f"read 2 {RUNTIME} 0<-trainer/0"]
 
 
+def test_the_shards_of_an_engine_that_starts_again_agree_though_one_comes_later(scenario: Scenario) -> None:
+    """Its former processes are not taken for dead yet, and a version appears between the first answer and the last."""
+    scenario.join_all("trainer/0")
+    scenario.join_all("rollout/0", "rollout/1", shard_count=2)
+    scenario.publish("trainer/0", 1)
+    for shard in (0, 1):
+        scenario.acquire(f"rollout/{shard}")
+        scenario.heard(f"rollout/{shard}")
+    for again in (b"2", b"3"):  # twice
+        for shard in (0, 1):
+            scenario.sessions[f"rollout/{shard}"] = again * 15 + bytes([shard])
+            scenario.join(f"rollout/{shard}", 2)
+            scenario.acquire(f"rollout/{shard}")
+            scenario.publish("trainer/0", 2 * int(again) + shard)
+        versions = {line.split()[1] for shard in (0, 1) for line in scenario.heard(f"rollout/{shard}")}
+        assert len(versions) == 1
+
+
 def test_a_shard_that_was_taken_for_gone_while_it_waited_has_the_version_of_the_others() -> None:
     """It has not given up: it thinks the hub's clock earlier than that is, and asks again."""
     scenario = Scenario(limits=HubLimits(readers_per_source_max=1))
