@@ -20,7 +20,6 @@ from tensorhub_plugins.core.protocol.lineage import merged
 from tensorhub_plugins.core.protocol.reach import at_all_hosts
 from tensorhub_plugins.core.types import ShardKey, VersionInfo, attempt_of, step_of
 
-MISSING_MAX = 8  # ranks of a version that is not whole, by name
 MODEL_SIZE_BYTES = 16_384  # of a model's own entry, with the longest names and WITHDRAWN_MAX versions
 Record = TypeVar("Record")
 
@@ -103,8 +102,7 @@ def _model(registry: Registry, history: History, now: float, room: Room) -> dict
 def _unfinished(found: standing.Unfinished | None) -> dict[str, object] | None:
     if found is None:
         return None
-    some, missing = found.missing[:MISSING_MAX], len(found.missing)
-    return {**_number(found.version), "seconds": round(found.seconds, 3), "missing": some, "missing_count": missing}
+    return {**_number(found.version), **found._asdict(), "seconds": round(found.seconds, 3)}
 
 
 def _lost(one: tuple[str, standing.Lost]) -> dict[str, object]:

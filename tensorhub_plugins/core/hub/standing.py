@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from tensorhub_plugins.core.hub.registry import Registry
@@ -10,6 +10,7 @@ from tensorhub_plugins.core.hub.state import History, Worker
 from tensorhub_plugins.core.types import RECENT_S, step_of, steps_behind
 
 SILENT_HEARTBEATS = 5
+MISSING_MAX = 8  # ranks of a version that is not whole, by name
 PACES = 5  # the last intervals between versions that are looked at
 
 
@@ -57,7 +58,8 @@ class Unfinished(NamedTuple):
 
     version: int
     seconds: float
-    missing: list[str]
+    missing: list[str]  # the first of them
+    missing_count: int
 
 
 def unfinished(history: History, now: float) -> Unfinished | None:
@@ -68,8 +70,9 @@ def unfinished(history: History, now: float) -> Unfinished | None:
             held = {shard: h for shard, holders in by_shard.items() for h in holders.values() if h.is_published}
             if held and len(held) < shard_count and not history.is_over(number):
                 replica = next(iter(held.values())).worker.hello.replica
-                missing = [f"{replica}/{shard}" for shard in range(shard_count) if shard not in held]
-                return Unfinished(number, now - version.since, missing)
+                missing = (f"{replica}/{shard}" for shard in range(shard_count) if shard not in held)
+                some = list(islice(missing, MISSING_MAX))
+                return Unfinished(number, now - version.since, some, shard_count - len(held))
     return None
 
 
