@@ -32,6 +32,7 @@ MENU: dict[str, list[str]] = {
         "recipes/vllm_serve/README.md",
         "recipes/trl_grpo/README.md",
         "recipes/demo/README.md",
+        "docs/loop.md",
         "docs/sizing.md",
     ],
     "Elastic": ["recipes/verl_grpo_elastic/README.md", "recipes/openrlhf_grpo_elastic/README.md"],

@@ -94,7 +94,7 @@ def test_replicas_that_a_pin_holds_are_not_stuck(run: Scenario) -> None:
 
 
 def test_a_loop_that_only_waits_shows_in_the_lag_too(run: Scenario) -> None:
-    """As in README: it waits for a version newer than its own, reads it, and works with it."""
+    """As in docs/loop.md: it waits for a version newer than its own, reads it, and works with it."""
     run.join("loop/0")
     run.say("loop/0", m.Wait, version=0, newer_than=0, timeout_s=30.0)
     assert (figures(run)["followers"], figures(run)["follower_lag_steps_max"]) == (3, 9)

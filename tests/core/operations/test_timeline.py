@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_loops_by_hand_have_paths_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As README's: the client records what it does; what engines compile is no version of the model."""
+    """As docs/loop.md's: the client records what it does; what engines compile is no version of the model."""
     monkeypatch.setenv(run_log.VARIABLE, str(tmp_path))
     with start_server() as hub, ExitStack() as stack:
 

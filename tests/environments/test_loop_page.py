@@ -1,4 +1,4 @@
-"""README's own loop, as it stands there: a thousand versions, and memory stays as it was after the first few."""
+"""The loop of docs/loop.md, as it stands there: a thousand versions, and memory stays as it was after the first few."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ import torch
 from tensorhub_plugins.core import version_of
 from tensorhub_plugins.core.hub.server import start_server
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "loop.md"
 VERSIONS, COPIES_MAX = 1000, 4  # one being written, one read, one that is kept for the next, one about to go
 LEAVES = re.compile(r"^ *for older in .*\n.*unpublish\(older.*\n", re.MULTILINE)
 
 
 def loops(address: str) -> tuple[str, str]:
     """The trainer's code and the rollout's, for this hub."""
-    text = README.read_text().split("## Use it from your own loop")[1]
-    trainer, rollout = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
+    trainer, rollout = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[:2]
     assert "publish(" in trainer and "replicate(" in rollout
     return tuple(code.replace("tcp://hub:7070", address) for code in (trainer, rollout))
 
