@@ -90,11 +90,11 @@ def _caches(layer: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_finite(cache: torch.Tensor) -> torch.Tensor:
-    """Return it as a tensor, on the cache's device. A sum is finite only where all of it is: one pass, no memory."""
+    """Return it as a tensor, on the cache's device. NaN is the least and the largest of what it is among: one pass, no
+    memory, and no sum that would be too large."""
     if cache.element_size() == 1:
         return ~torch.stack([_bad_bytes(piece).any() for piece in _pieces(cache)]).any()
-    wider = torch.float32 if cache.dtype == torch.float16 else None  # its sum would be too large; others' have the room
-    return torch.stack([piece.sum(dtype=wider).isfinite() for piece in _pieces(cache)]).all()
+    return torch.stack([bound for piece in _pieces(cache) for bound in piece.aminmax()]).isfinite().all()
 
 
 def _bad_bytes(cache: torch.Tensor) -> torch.Tensor:
