@@ -146,8 +146,8 @@ def _check_values(rehearsal: Rehearsal, tensors: Mapping[str, torch.Tensor]) -> 
     for name in rehearsal.ignored:
         if name in tensors and bool(tensors[name].float().any()) and not _is_said_elsewhere(name, rehearsal, tensors):
             raise VersionRefused(
-                f"{name} is not zero, and this model has no bias there: give the engine the configuration of the model "
-                "that is trained"
+                f"{name} is not zero, and vLLM's model has no bias there: train without it, or give the engine the "
+                "configuration of the model that is trained"
             )
 
 
