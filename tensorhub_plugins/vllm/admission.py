@@ -145,7 +145,7 @@ class Admission:
         given += [str(named) for named in [_named_in(content, IN_BODY)] if named is not None]
         has_name = REQUEST_ID in headers or _named_in(content, "request_id") is not None
         is_named = has_name or not ANSWERING.match(_path(scope))
-        answer = self._app if is_named else partial(self._answer, engine)
+        answer = self._app if is_named else partial(self._answer, engine, body if content else None)
         if not given:
             await answer(scope, body.receive, send)
             return
@@ -181,9 +181,11 @@ class Admission:
         finally:
             body.close()
 
-    async def _answer(self, engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have it answered, and say of which versions its tokens are."""
+    async def _answer(self, engine: Any, body: _Body | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have it answered, and say of which versions its tokens are. body: JSON."""
         name = f"{PREFIX}{uuid.uuid4().hex}"
+        if body is not None and _path(scope).endswith("/responses"):  # of which vLLM takes the name from no header
+            body.put("request_id", f"resp_{name}")
         named = {**scope, "headers": [*scope["headers"], (REQUEST_ID, name.encode())]}
         versions = _Versions(engine, name, send, in_streams=dict(scope["headers"]).get(VERSIONS) == b"1")
         try:
@@ -248,6 +250,13 @@ class _Body:
             while self._messages[-1].get("more_body"):
                 self._messages.append(await self._receive())
         return b"".join(message.get("body", b"") for message in self._messages)
+
+    def put(self, name: str, value: str) -> None:
+        """Have the application find this field in the object that was read, if it is one."""
+        with suppress(ValueError, TypeError, RecursionError):  # vLLM says what is wrong with it
+            given = json.loads(b"".join(message.get("body", b"") for message in self._messages or ()))
+            changed = json.dumps({**given, name: value}).encode()
+            self._messages = deque([{"type": "http.request", "body": changed}])
 
     async def has_left(self, timeout_s: float, *, unless: asyncio.Future[Any] | None = None) -> bool:
         """Return whether the client has left by then, or before this is done; once the body was read."""

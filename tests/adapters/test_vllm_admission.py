@@ -299,6 +299,25 @@ def test_an_answer_that_the_engine_knows_nothing_of_is_as_it_was() -> None:
     assert server.post(b"{}")[1] == {} and len(server.named) == 1  # it is forgotten all the same
 
 
+def test_a_response_has_the_name_in_its_body_where_vllm_looks_for_it() -> None:
+    """In no header. The controls: of another route the body stays, and so does a name of its own."""
+    server = Server(said())
+    server.starts = STARTS
+    for body in (b'{"input": "a"}', b'{"input": "a", "min_version": 5}'):
+        server.post(body[:4], body[4:], path="/v1/responses", content_type="application/json")
+        asked = json.loads(server.bodies[-1])
+        assert asked.pop("request_id") == f"resp_{server.named[-1]}" and asked == json.loads(body)
+    for body, path in (
+        (b'{"input": "a"}', "/v1/completions"),
+        (b'{"request_id": "resp_mine"}', "/v1/responses"),
+        (b"[1]", "/v1/responses"),
+        (b"{", "/v1/responses"),
+        (b"", "/v1/responses"),
+    ):
+        server.post(body, path=path)
+        assert server.bodies[-1] == body
+
+
 def test_a_stream_says_it_before_its_end_if_it_was_asked() -> None:
     server = Server(said())
     server.starts, server.answer = STARTS, SSE

@@ -51,6 +51,9 @@ def test_a_request_waits_for_its_version(api_servers: int, hub: Server, tmp_path
             answer = waits.result()
             assert answer.status_code == 200 and answer.headers["X-TensorHub-Version"] == "2", answer.text
             assert answer.headers["X-TensorHub-Version-First"] == answer.headers["X-TensorHub-Version-Last"] == "2"
+            body = {"model": "actor", "input": "1+2", "max_output_tokens": 2}
+            response = requests.post(f"{server.url}/v1/responses", json=body, timeout=240)
+            assert response.headers.get("X-TensorHub-Version-Last") == "2", response.text
             body = {"model": "actor", "prompt": [10, 11, 12], "max_tokens": 2, "stream": True}
             stream = requests.post(
                 f"{server.url}/v1/completions", json=body, headers={"X-TensorHub-Versions": "1"}, timeout=240
