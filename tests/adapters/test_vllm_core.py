@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -402,6 +403,25 @@ def test_an_engine_that_is_held_for_an_evaluation_leaves_when_it_is_told_to(hub:
         while not owned.tensorhub_ask.__self__._changed._waiters:
             time.sleep(0.001)
         assert answered(owned, "tensorhub_leave") is None and "tensorhub_close" in owned.log
+
+
+def test_an_engine_that_leaves_between_pause_and_install_goes_on(hub: Server, owned: Any) -> None:
+    """It stood still for ever, and deferred what other clients asked."""
+    whole, left = owned.tensorhub_starts.__self__, Future[Any]()
+    at_once = whole.at_once
+
+    async def leave_first(steps: Any) -> Any:
+        leave = partial(answered, owned, "tensorhub_leave")
+        owned.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, lambda: left.set_result(leave())))
+        return await at_once(steps)
+
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4)})
+        whole.at_once = leave_first
+        answered(owned, "tensorhub_follow", owned.joining, {}, None)
+        assert left.result(TIMEOUT_S) is None
+    assert INSTALL not in owned.log and not owned.paused
+    assert owned.log[-3:] == ["pause keep", "resume", "tensorhub_close"]
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])

@@ -24,7 +24,7 @@ CEILINGS = {
     "core/transports": 7_085,
     "openrlhf": 2_560,
     "verl": 4_270,
-    "vllm": 9_088,
+    "vllm": 9_090,
     "vllm/doctor": 800,
     "vllm/worker": 5_840,
 }

@@ -278,16 +278,17 @@ class Core:
             stopping.add_done_callback(lambda _: _follow_up(self._forget, stopped))
             return stopped
 
-        def undo() -> None:
-            if self._held:
-                self._go_on()
-
         try:
             await self.ask(pause)
         except BaseException:
             if self._alone:
-                self._queue(undo)
+                self._queue(self.undo_pause)
             raise
+
+    def undo_pause(self) -> None:
+        """Call in the loop. Go on, if it stands still for an update that will not come."""
+        if self._held:
+            self._go_on()
 
     async def held_by(self) -> str:
         """Return what keeps it from being updated, in words; see caches.py."""

@@ -286,16 +286,17 @@ def _follow_owner(core: Any, whole: Core, joining: dict[str, Any], how: dict[str
         return (type(error).__name__, error.message, error.version or 0), None
     except Exception as error:  # a worker's
         return (UpdateFailed.__name__, f"tensorhub_connect: {error}", 0), None
-    core.tensorhub_ask, core.tensorhub_leave = here.ask, partial(_leave, core, here)
+    core.tensorhub_ask, core.tensorhub_leave = here.ask, partial(_leave, core, whole, here)
     _begin(core, here)
     if hasattr(core, "tensorhub_compiled"):
         core.tensorhub_compiled.offer(parsed)
     return ("", "", 0), None
 
 
-def _leave(core: Any, here: CoreFollower) -> Future[None]:
+def _leave(core: Any, whole: Core, here: CoreFollower) -> Future[None]:
     """Call in the core's loop. Follow no more, and say so: the hub forgets this engine at once."""
     here.close()
+    whole.undo_pause()
     core.collective_rpc("tensorhub_close")
     if hasattr(core, "tensorhub_compiled"):
         core.tensorhub_compiled.close()
