@@ -2,8 +2,8 @@
 functions, lines (docstrings and blank ones included) and files.
 
 Hub, trainer and reader are in one process, over TCP; everything is warm: two versions went the same way before. Each
-has other bytes, as the reader would not read those that it has. Of several versions the one counts that enters least:
-on a busy machine a wait may end by its time, which enters more.
+has other bytes, as the reader would not read those that it has. What each of several versions enters counts: on a busy
+machine a wait may end by its time, which enters more.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Road:
 
     def __init__(self) -> None:
         self.entered: set[CodeType] = set()
+        self.always: set[CodeType] | None = None
         self.is_open = False
-        self.least: set[tuple[str, int]] = set()
         threading.setprofile(self._see)
         sys.setprofile(self._see)
 
@@ -40,16 +40,10 @@ class Road:
             self.entered.add(frame.f_code)
 
     def close(self) -> None:
-        """Keep what was entered since it was opened, if that are fewer lines than each time before."""
+        """Keep what was entered since it was opened, and each time before."""
         self.is_open = False
-        lines = self.lines()
-        if not self.least or len(lines) < len(self.least):
-            self.functions, self.least = len(self.entered), lines
+        self.always = self.entered.copy() if self.always is None else self.always & self.entered
         self.entered.clear()
-
-    def lines(self) -> set[tuple[str, int]]:
-        """Return (file, line) of all that was entered; a function within another one is not counted twice."""
-        return set().union(*map(lines_of, tuple(self.entered)))
 
 
 @functools.cache
@@ -81,4 +75,5 @@ def one_version(road: Road) -> None:
 if __name__ == "__main__":
     road = Road()
     one_version(road)
-    print(road.functions, len(road.least), len({file for file, _ in road.least}))
+    entered = set().union(*map(lines_of, road.always or ()))  # a function within another one is not counted twice
+    print(len(road.always or ()), len(entered), len({file for file, _ in entered}))
