@@ -126,8 +126,7 @@ def install(options: config.Options) -> None:
             chosen.backend = config.to_flag(config.settled(hub.resolve(options), args))
         except TensorHubError as error:
             refuse(error)
-        chosen.partial = bool(args.train.partial_rollout_enable)
-        chosen.engines = args.vllm.num_engines
+        chosen.partial, chosen.engines = bool(args.train.partial_rollout_enable), args.vllm.num_engines
         chosen.sync, chosen.lora = not args.train.async_enable, args.ds.lora.rank
         args.vllm.sync_backend = chosen.backend  # it reaches every actor with the arguments
         print(f"tensorhub: hub {config.parse(chosen.backend).hub}, run {config.parse(chosen.backend).run}", flush=True)

@@ -186,6 +186,9 @@ class _Publishes:
 
     def init_checkpoint_states(self) -> dict[str, Any]:
         states: dict[str, Any] = super().init_checkpoint_states()  # type: ignore[misc]
+        if not states:  # DeepSpeed found none, as after a run that was ended in its first save
+            why = "nothing could be loaded from --ckpt.path"
+            raise UsageError(f"{why}: have its _actor/latest name a whole checkpoint, or remove _actor to begin anew")
         self.tensorhub_version = states["global_step"]  # resuming: OpenRLHF sends the loaded weights first
         # From that step on what a former incarnation of this run has published is over, before anything is generated.
         step = max(0, self.tensorhub_version - 1)

@@ -190,7 +190,7 @@ class TensorHubServer(vLLMHttpServer):
             node = ray.get_runtime_context().get_node_id()
             own |= {"version": version, "ready": ready, "node": node}
             return own
-        is_able = owned.status.version > 0 and owned.status.is_whole and not owned.lifeline.is_dying
+        is_able = owned.status.version > 0 and not owned.lifeline.is_dying
         return owned.heartbeat(**own, ready=is_able and not own["why"])
 
     @property

@@ -150,23 +150,35 @@ async def test_an_engine_that_leaves_says_goodbye_to_the_store() -> None:
     assert all(task.cancelled() for task in tasks)
 
 
-async def test_an_engine_that_is_cut_off_from_the_hub_says_that_it_is_not_ready(
-    monkeypatch: pytest.MonkeyPatch,
+CUT_OFF = {"of_hub": lambda: {"why_not": Staleness(lambda: 6.0, 5.0, worker="rollout-0/0").why_not()}}
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (CUT_OFF, "has not heard of the hub for 6 s"),
+        ({"is_broken": True}, "has no whole weights"),  # an installation has failed half way
+        ({"is_paused": True}, "has no whole weights"),  # it cannot forget what it has computed with others
+    ],
+)
+async def test_an_engine_that_should_not_answer_now_says_that_it_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], why: str
 ) -> None:
+    """A prompt would wait there, with others idle."""
     here = SimpleNamespace(get_node_id=lambda: "node-1")
     monkeypatch.setattr(owned, "ray", SimpleNamespace(get_runtime_context=lambda: here))
     one = make_engine(TwoTurns(), is_partial=True)
     one.llm.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
     beat = await one.tensorhub_heartbeat()
     assert (beat["ready"], beat["why"], beat["requests_max"]) == (True, "", 8)
-    one.llm.follower.of_hub = lambda: {"why_not": Staleness(lambda: 6.0, 5.0, worker=one.worker).why_not()}
+    one.llm.follower.__dict__.update(state)
     watching = asyncio.create_task(one.owned.watch())
     while not one.owned.status.why_not:
         await asyncio.sleep(0)
     watching.cancel()
     beat = await one.tensorhub_heartbeat()
-    assert not beat["ready"] and "has not heard of the hub for 6 s" in beat["why"]
-    with pytest.raises(EngineLost, match="has not heard of the hub"):  # asked all the same, a moment before
+    assert not beat["ready"] and why in beat["why"]
+    with pytest.raises(EngineLost, match=why):  # asked all the same, a moment before
         await one.generate_responses()
     one.owned.lifeline.is_dying = True  # the control
     with pytest.raises(EngineLost, match="its vLLM is dead"):

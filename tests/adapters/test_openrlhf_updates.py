@@ -15,7 +15,7 @@ pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-
 
 from openrlhf_updates import ENGINES, MODES, Engine, Life, play_ray  # noqa: E402
 
-from tensorhub_plugins.core import HubLimits, VersionRefused, start_server  # noqa: E402
+from tensorhub_plugins.core import HubLimits, UsageError, VersionRefused, start_server  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
@@ -135,6 +135,14 @@ def test_a_run_that_ends_between_two_checkpoints_and_starts_again(
     assert second.batches == expected(mode, begun + 1, 2, begun + 0.5)
     assert story.have() == {begun + 2.5} and list(second.log.steps) == [begun + 1, begun + 2]
     assert all(told.keys() >= KEYS for told in second.log.steps.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_was_ended_in_its_first_save_says_so_when_it_resumes(story: Story, mode: str) -> None:
+    story.start_engines(mode)
+    with pytest.raises(UsageError, match="nothing could be loaded from --ckpt.path: have its _actor/latest"):
+        story.life(mode, 2, resumes=True).run()
+    assert story.have() == {0.0}, "something was published"
 
 
 SENTENCE = (

@@ -323,13 +323,14 @@ def test_an_installation_under_way_leaves_the_engine_as_whole_as_it_was():
         assert follower.is_whole
         with pytest.raises(UpdateFailed):
             await follower.update(1)
-        assert not follower.is_whole
+        assert not follower.is_whole and "no whole weights" in follower.status_now().why_not
         engine.fails.clear()
         await follower.update(1)
 
     asyncio.run(story())
     assert seen == [True, True, False, False]  # two workers each; the second time it was broken before
     assert follower.is_whole and follower.last_update.sources == {"trainer/0": 10}
+    assert not follower.status_now().why_not
 
 
 def test_a_long_fetch_is_asked_about_less_and_less():

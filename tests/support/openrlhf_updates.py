@@ -247,6 +247,8 @@ class Policy:
         self.disk.update(states=dict(client_states), trained=self.trained)
 
     def get_checkpoint_states(self) -> dict[str, Any]:
+        if not self.disk:
+            return {}  # DeepSpeed warns
         self.trained = self.disk["trained"]
         states: dict[str, Any] = self.disk["states"]
         return states

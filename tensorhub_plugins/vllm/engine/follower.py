@@ -104,7 +104,6 @@ class Status(msgspec.Struct, frozen=True):
 
     revision: int = 0  # grows with every change
     version: int = 0  # installed; 0: what the engine was started with
-    is_whole: bool = True  # see Follower.is_whole
     is_broken: bool = False
     has_caught_up: bool = False
     busy_since: float = 0.0  # monotonic seconds: since then an installation keeps the engine from answering; 0.0: none
@@ -447,12 +446,11 @@ class Follower:
         return msgspec.to_builtins(self._told)
 
     def status_now(self) -> Status:
-        of_hub = self.of_hub()
+        of_hub = self.of_hub() if self.is_whole else self.of_hub() | {"why_not": f"{self.worker} has no whole weights"}
         is_last = self.until is not None and step_of(self.version) >= self.until
         now = msgspec.structs.replace(
             self._told,
             version=self.version,
-            is_whole=self.is_whole,
             is_broken=self.is_broken,
             has_caught_up=self.has_caught_up,
             busy_since=self._busy_since,
@@ -467,7 +465,7 @@ class Follower:
 
     def of_hub(self) -> dict[str, Any]:
         """Return what the status says of the hub."""
-        return {}
+        return {"why_not": ""}
 
     async def hold(self, version: int = 0) -> int:
         """Stay with the version that is installed, or with `version` if one is given, until `release`. UpdateFailed
