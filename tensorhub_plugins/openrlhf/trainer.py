@@ -127,15 +127,17 @@ class PolicyModelActor(_Policy):
             self._publisher.prepare(self._held())
         return self._publisher.attempt or 0
 
-    def tensorhub_publish(self, step: int) -> dict[str, float]:
+    def tensorhub_publish(self, step: int, *, settles: bool = False) -> dict[str, float]:
         """Publish on every rank. Return metrics, and the attempt, as soon as the hub knows, or, in the background, when
-        the training may go on; no rank waits for an engine."""
+        the training may go on, unless this settles; no rank waits for an engine."""
         if not self._publisher.in_background:  # it would wait for the device
             release_cached_memory()
         if self._by_parts:
             metrics = self._publisher.publish_parts(step, self._held())
         else:
             metrics = self._publisher.publish(step, self._gathered())
+        if settles:
+            self._publisher.settle()
         return {**metrics, "attempt": float(self._publisher.attempt or 0)}
 
     def _held(self) -> Iterator[Held]:
@@ -179,6 +181,7 @@ def _specs(step: Step) -> list[TensorSpec]:
 class _Publishes:
     """A controller whose update of the engines ends when every rank has published."""
 
+    args: Any
     actor_model_group: Any
     tensorhub_version = 0  # as a step; `tensorhub_attempt` says of which attempt
     tensorhub_attempt = 0
@@ -207,9 +210,9 @@ class _Publishes:
 
     def broadcast_to_vllm(self) -> None:
         """Publish without a lock or a pause: publishing touches no engine."""
-        ranks = ray.get(
-            self.actor_model_group.async_run_method(method_name="tensorhub_publish", step=self.tensorhub_version)
-        )
+        # In turns, and when a run begins, prompts are handed out next, to be answered from this one.
+        how = {"step": self.tensorhub_version, "settles": not (self.args.train.async_enable and self._published)}
+        ranks = ray.get(self.actor_model_group.async_run_method(method_name="tensorhub_publish", **how))
         self.tensorhub_attempt = int(ranks[0]["attempt"])
         if not any(name in ranks[0] for name in SECONDS):  # it was published before
             return

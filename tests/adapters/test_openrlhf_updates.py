@@ -5,6 +5,7 @@ OpenRLHF's own trainers and generators, and our engines, over a real hub, see te
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,19 @@ import pytest
 
 pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
 
-from openrlhf_updates import ENGINES, MODES, Engine, Life, play_ray  # noqa: E402
+from openrlhf_updates import ENGINES, MODES, TIMEOUT_S, Engine, Life, play_ray  # noqa: E402
 
-from tensorhub_plugins.core import HubLimits, UsageError, VersionRefused, start_server  # noqa: E402
+from tensorhub_plugins.core import (  # noqa: E402
+    DeadlineExceeded,
+    HubLimits,
+    UsageError,
+    VersionRefused,
+    start_server,
+    step_of,
+    version_of,
+)
+from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
+from tensorhub_plugins.openrlhf import routing  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
@@ -135,6 +146,59 @@ def test_a_run_that_ends_between_two_checkpoints_and_starts_again(
     assert second.batches == expected(mode, begun + 1, 2, begun + 0.5)
     assert story.have() == {begun + 2.5} and list(second.log.steps) == [begun + 1, begun + 2]
     assert all(told.keys() >= KEYS for told in second.log.steps.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_resumes_is_answered_from_its_checkpoint_also_where_it_publishes_in_the_background(
+    story: Story, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """As trainers with devices do: a version comes after the generator has looked, unless it is waited for."""
+    story.start_engines(mode)
+    first = story.life(mode, 3, save_steps=2)
+    first.run()
+    story.close(first)
+    story.start_engines(mode)
+    for one in story.engines:
+        one.store.trained = 0.5
+    comes, seen = threading.Event(), list[int]()
+    settle, offer, look = Publisher.settle, Publisher._offer, routing.SamplesGenerator._to_run_instead_of
+
+    def settles(self: Publisher) -> None:
+        if self._coming is not None:
+            comes.set()
+        settle(self)
+
+    def offers(self: Publisher, *given: Any) -> dict[str, float]:
+        assert comes.wait(TIMEOUT_S)
+        return offer(self, *given)
+
+    def looks(self: routing.SamplesGenerator, version: int) -> int:
+        seen.append(look(self, version))
+        comes.set()
+        return seen[-1]
+
+    monkeypatch.setattr(Publisher, "settle", settles)
+    monkeypatch.setattr(Publisher, "_offer", offers)
+    monkeypatch.setattr(routing.SamplesGenerator, "_to_run_instead_of", looks)
+    need = Engine.need
+    monkeypatch.setattr(Engine, "need", lambda *_: None)  # it is no part of OpenRLHF's update
+    second = story.life(mode, 2, resumes=True, mark=0.5, in_background=True)
+    second.run()
+    for one in story.engines:
+        need(one, version_of(second.controller.tensorhub_attempt, 4))
+    assert step_of(seen[0]) == 2 and second.batches == expected(mode, 3, 2, 2.5) and story.have() == {4.5}
+
+
+def test_in_turns_a_version_that_is_not_published_ends_the_run(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the background: what comes next are prompts, which would wait for it."""
+
+    def fails(self: Publisher, *given: Any) -> dict[str, float]:
+        raise DeadlineExceeded("the hub is away")
+
+    story.start_engines("sync")
+    monkeypatch.setattr(Publisher, "_offer", fails)
+    with pytest.raises(DeadlineExceeded, match="the hub is away"):
+        story.life("sync", 2, in_background=True).run()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -220,12 +220,15 @@ class Policy:
     """The one rank of the policy, in place of a group of actors. Its weights are how many steps it was trained, and the
     mark of its incarnation, a fraction. wait: before it trains."""
 
-    def __init__(self, address: str, disk: dict[str, Any], mark: float, wait: Callable[[], None]) -> None:
+    def __init__(
+        self, address: str, disk: dict[str, Any], mark: float, wait: Callable[[], None], in_background: bool
+    ) -> None:
         self.trained, self.disk, self.mark, self.wait = 0, disk, mark, wait
         self.rank = trainer.PolicyModelActor.__new__(trainer.PolicyModelActor)
         self.rank._by_parts, self.rank._gathered = False, self._weights
         client = Client(address, run=RUN, model="actor", replica="trainer")
-        self.rank._publisher = Publisher(client, rank=0, ranks=1, worker="trainer/0", keep=2, timeout_s=30, begins=True)
+        how: Any = {"keep": 2, "timeout_s": 30, "begins": True, "in_background": in_background}
+        self.rank._publisher = Publisher(client, rank=0, ranks=1, worker="trainer/0", **how)
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "layer", torch.full((8, 4), self.trained + self.mark)
@@ -292,14 +295,20 @@ class Life:
         freezing_steps: int = -1,
         save_steps: float = float("inf"),
         eval_steps: float = float("inf"),
+        in_background: bool = False,
     ) -> None:
         (folder / "_actor").mkdir(exist_ok=True)
         self.mode, self.log, self.engines = mode, Log(), engines
-        self.policy = Policy(address, disk, mark, self._wait_for_generator)
+        self.policy = Policy(address, disk, mark, self._wait_for_generator, in_background)
         self.batches: list[tuple[int, set[float]]] = []  # the step of each, and how much its weights were trained
         evaluation = prompts_of(1) if eval_steps != float("inf") else None
         self.args = SimpleNamespace(
-            train=SimpleNamespace(num_episodes=1, dynamic_batch_enable=False, partial_rollout_enable=mode == "partial"),
+            train=SimpleNamespace(
+                num_episodes=1,
+                dynamic_batch_enable=False,
+                async_enable=mode != "sync",
+                partial_rollout_enable=mode == "partial",
+            ),
             rollout=SimpleNamespace(n_samples_per_prompt=2, batch_size=PROMPTS, vllm_generate_batch_size=None),
             algo=SimpleNamespace(
                 advantage=SimpleNamespace(is_correction_level="off"),
