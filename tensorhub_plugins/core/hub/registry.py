@@ -218,8 +218,6 @@ class Registry:
             if other.hello.shard == hello.shard and worker.is_zombie and not other.is_zombie:
                 worker.is_replaced = True  # it was only away
             elif other.hello.shard == hello.shard:  # the replica starts again: it agrees on "latest" anew
-                if not other.is_replaced:
-                    history.group(other).restart(hello.shard, hello.shard_count)
                 other.is_replaced = True
                 for pending in list(other.pending.values()):  # requests of its former incarnation
                     if not isinstance(pending.message, m.Unpublish):  # these concern what it still holds
@@ -229,7 +227,8 @@ class Registry:
         self.workers[session] = worker
         history.workers[session] = worker
         history.replicas.setdefault(hello.replica, {})[session] = worker
-        history.groups.setdefault(worker.group, GroupResolution())
+        group = history.groups.setdefault(worker.group, GroupResolution())
+        group.arrive(hello.shard, hello.shard_count, is_new=not hello.welcomed)
         history.lost.pop(worker.name, None)
         self.schedule_silence(worker)
 

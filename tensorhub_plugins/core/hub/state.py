@@ -370,20 +370,18 @@ class GroupResolution:
     version: int = 0  # 0: none is agreed on
     notified_shards: set[int] = field(default_factory=set)
     refused: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # shard -> session and request that was refused
-    restarted: set[int] = field(default_factory=set)  # shards with a new worker, until all of them have one
+    arrived: set[int] = field(default_factory=set)  # shards whose workers have come, in this start of the replica
 
     def begin(self, version: int) -> None:
         """Begin the next generation."""
         self.generation, self.version, self.notified_shards = self.generation + 1, version, set()
 
-    def restart(self, shard: int, shard_count: int) -> None:
-        """Note that the worker of this shard is a new one. The first makes the group agree anew; what the group agrees
-        on then is valid for those that come later, too."""
-        if not self.restarted or shard in self.restarted:
-            self.restarted, self.version = set(), 0
-        self.restarted.add(shard)
-        if len(self.restarted) == shard_count:
-            self.restarted = set()
+    def arrive(self, shard: int, shard_count: int, *, is_new: bool) -> None:
+        """Note that the worker of a shard has come. The first new one of a start makes the group agree anew; what the
+        group agrees on then is valid for those that come later, too."""
+        if is_new and (shard in self.arrived or len(self.arrived) == shard_count):
+            self.arrived, self.version = set(), 0
+        self.arrived.add(shard)
 
     def forget_shard(self, shard: int) -> None:
         """Forget the worker of this shard, which is gone. Refusals stay: it may come back, and ask again."""

@@ -89,6 +89,34 @@ def test_the_shards_of_an_engine_that_starts_again_agree_though_one_comes_later(
         assert len(versions) == 1
 
 
+def test_they_agree_though_one_of_the_former_left_in_order(scenario: Scenario) -> None:
+    """The one that follows it takes nobody's place, and the replica's new start begins with it nevertheless."""
+    scenario.join_all("trainer/0")
+    for again in (b"1", b"2"):
+        for shard in (0, 1):
+            scenario.sessions[f"rollout/{shard}"] = again * 15 + bytes([shard])
+            scenario.join(f"rollout/{shard}", 2)
+            scenario.publish("trainer/0", 2 * int(again) + shard)
+            scenario.acquire(f"rollout/{shard}")
+        (versions,) = {line.split()[1] for shard in (0, 1) for line in scenario.heard(f"rollout/{shard}")}
+        assert versions == ("2" if again == b"1" else "4")
+        scenario.tell("rollout/0", m.Bye())
+
+
+def test_a_shard_that_was_cut_off_for_long_is_no_start_of_its_replica(scenario: Scenario) -> None:
+    scenario.join_all("trainer/0")
+    scenario.join_all("rollout/0", "rollout/1", shard_count=2)
+    scenario.publish("trainer/0", 1)
+    scenario.acquire("rollout/0")
+    scenario.silent = ("rollout/0",)
+    scenario.wait(2 * HubLimits().session_timeout_s)
+    scenario.publish("trainer/0", 2)
+    hub = scenario.hub.session
+    scenario.join("rollout/0", 2, hub=hub, welcomed=hub, request_id=1, generation=1, resolved=1)
+    scenario.acquire("rollout/1")
+    assert scenario.heard("rollout/1") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
+
+
 def test_a_shard_that_was_taken_for_gone_while_it_waited_has_the_version_of_the_others() -> None:
     """It has not given up: it thinks the hub's clock earlier than that is, and asks again."""
     scenario = Scenario(limits=HubLimits(readers_per_source_max=1))
