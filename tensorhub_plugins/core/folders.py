@@ -19,11 +19,13 @@ import re
 import shutil
 import socket
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -31,7 +33,7 @@ from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.client.parts import of_all_ranks
 from tensorhub_plugins.core.client.reports import Fetched
 from tensorhub_plugins.core.deadline import Deadline
-from tensorhub_plugins.core.errors import NotPublished, UsageError, VersionGone, VersionRefused
+from tensorhub_plugins.core.errors import DeadlineExceeded, NotPublished, UsageError, VersionGone, VersionRefused
 from tensorhub_plugins.core.memory.tensors import same_bytes
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey, attempt_of, step_of, version_of
 
@@ -42,6 +44,8 @@ BROUGHT = f"{OURS}/brought"  # this host did not write it
 NOTHING = f"{OURS}/nothing-"  # and the rank, which has written no file
 INDEX = "model.safetensors.index.json"
 TIMEOUT_S = 600.0  # for one publish, and for a version to come: it is read as long as it advances
+LOCK = ".tensorhub.lock"
+LOCK_POLL_S = 0.05
 AGAIN_S = 1.0  # after so long a host that waits for a version looks whether another attempt has begun
 DELTAS_MAX = 8_000  # that a trainer offers, of which the hub takes HOLDINGS_MAX; args.tensorhub_deltas_max overrides it
 KEPT = 2  # whole versions on a reading host's disk, and all versions that it offers to others: the newest ones
@@ -97,7 +101,8 @@ def fetch(source_dir: str, target_version: int) -> None:
     process of the host may call it; the first one reads.
 
     Raise UsageError without TENSORHUB_HUB; NotPublished when no worker has the version within ten minutes; VersionGone
-    when it, or one that it builds on, is over; VersionRefused for a folder that is not whole; OSError, of a full disk.
+    when it, or one that it builds on, is over; VersionRefused for a folder that is not whole; DeadlineExceeded when
+    another process of this host that reads stands still for ten minutes; OSError, of a full disk.
     """
     source = Path(source_dir)
     source.mkdir(parents=True, exist_ok=True)
@@ -170,8 +175,11 @@ def _write(fetched: Fetched, folder: Path, listed: str) -> None:
                 raise VersionRefused(f"{name!r} is no file of a folder", version=fetched.version)
             target = Path(made, "files", path)
             target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as file:
-                file.write(tensors[name].data if name in tensors else b"")
+            try:
+                target.write_bytes(tensors[name].data if name in tensors else b"")
+            except OSError as error:  # of a full disk: it names no file
+                error.filename = error.filename or str(target)
+                raise
         if folder.is_dir():
             os.replace(folder, Path(made, "former"))
         os.replace(Path(made, "files"), folder)
@@ -233,10 +241,40 @@ def _is_here(folder: Path, listed: str) -> bool:
 
 @contextmanager
 def _alone(source: Path) -> Iterator[None]:
-    """Keep the other processes of this host out."""
-    with open(source / ".tensorhub.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """Keep the other processes of this host out. One that works touches the lock, for as long as it does.
+
+    Raise DeadlineExceeded when the one that has the lock has not touched it for TIMEOUT_S: it was stopped."""
+    with open(source / LOCK, "ab") as file:
+        touched, deadline = 0, 0.0
+        while not _locked(file):
+            if touched != (now := os.fstat(file.fileno()).st_mtime_ns):
+                touched, deadline = now, time.monotonic() + TIMEOUT_S
+            if time.monotonic() >= deadline:
+                text = f"the process that has locked {file.name} stands still: `fuser` names it. Continue it, or end it"
+                raise DeadlineExceeded(text, phase="lock", timeout_s=TIMEOUT_S)
+            time.sleep(LOCK_POLL_S)
+        over = threading.Event()
+        os.utime(file.fileno())
+        toucher = threading.Thread(target=_touch, args=(file, over), name="tensorhub-folder", daemon=True)
+        try:
+            toucher.start()
+            yield
+        finally:
+            over.set()
+            fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too
+
+
+def _locked(file: BinaryIO) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _touch(file: BinaryIO, over: threading.Event) -> None:
+    while not over.wait(TIMEOUT_S / 10):
+        with suppress(OSError, ValueError):  # the latter: it was closed meanwhile
+            os.utime(file.fileno())
 
 
 def _differs(folder: Path, here: dict[str, int], offered: dict[str, torch.Tensor], sizes: dict[str, int]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from tensorhub_plugins.core import (
     CHECKPOINT,
     Client,
+    DeadlineExceeded,
     Server,
     TensorHubError,
     UsageError,
@@ -169,7 +172,7 @@ def test_what_the_trainer_wrote_on_this_host_is_left_alone(host: Callable[[str],
     assert not trainer.serving("rollout")  # nothing was read
 
 
-@pytest.mark.parametrize("break_at", ["replace", "open"])
+@pytest.mark.parametrize("break_at", ["replace", "write_bytes"])
 def test_a_host_that_fails_half_way_shows_no_folder_and_reads_it_again(
     break_at: str, host: Callable[[str], Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,11 +184,58 @@ def test_a_host_that_fails_half_way_shows_no_folder_and_reads_it_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(os if break_at == "replace" else Path, break_at, full)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(OSError, match="No space.*/files/" if break_at == "write_bytes" else "No space"):
             rollout.fetch(1)
     assert [each.name for each in rollout.folder.iterdir()] == [".tensorhub.lock"]
     rollout.fetch(1)
     assert same(rollout, trainer, 1)
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["it works", "it was stopped"])
+def test_another_process_of_the_host_is_waited_for_as_long_as_it_works(
+    works: bool, host: Callable[[str], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, rollout = host("trainer"), host("rollout")
+    trainer.publish(trainer.write(1, {"w": b"123"}))
+    now = 0.0
+    with open(rollout.folder / folders.LOCK, "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def sleep(_: float) -> None:
+            nonlocal now
+            now += folders.TIMEOUT_S / 4
+            if works:
+                os.utime(other.fileno(), ns=(0, int(now)))
+            if now > 10 * folders.TIMEOUT_S:
+                fcntl.flock(other, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(folders, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+        if works:
+            rollout.fetch(1)
+        else:
+            with pytest.raises(DeadlineExceeded, match=f"{folders.LOCK} stands still"):
+                rollout.fetch(1)
+    assert (now > 10 * folders.TIMEOUT_S) == works
+
+
+def test_a_process_that_reads_touches_its_lock_and_no_fork_of_it_keeps_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched, utime = threading.Semaphore(0), os.utime
+    monkeypatch.setattr(folders, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(os, "utime", lambda fd: (utime(fd), touched.release()))
+    with folders._alone(tmp_path):
+        assert all(touched.acquire(timeout=60) for _ in range(3))
+        fork = os.dup(next(fd for fd in map(int, os.listdir("/proc/self/fd")) if _leads_to(fd, tmp_path)))
+    try:
+        with folders._alone(tmp_path):
+            pass
+    finally:
+        os.close(fork)
+
+
+def _leads_to(fd: int, folder: Path) -> bool:
+    return os.path.exists(f"/proc/self/fd/{fd}") and os.path.samefile(f"/proc/self/fd/{fd}", folder / folders.LOCK)
 
 
 @pytest.mark.parametrize(
