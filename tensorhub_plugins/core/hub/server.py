@@ -298,18 +298,20 @@ class Server(OfThisProcess):
             more = self._drain() if self._socket.getsockopt(zmq.RCVMORE) else 0
             if not self._listens_to(identity, len(frame)):
                 continue
+            message = None
             try:
+                message = messages.decode_from_client(frame)
                 if more or len(identity) != 16:
                     raise ProtocolError("not a tensorhub client: is something else talking to this port?")
-                message = messages.decode_from_client(frame)
             except ProtocolError as error:
-                self._refuse(identity, error)
+                # ZeroMQ renames a connection that its worker has replaced, as they do when this process was stopped.
+                self._refuse(identity, error, is_logged=more > 0 or message is None)
                 continue
             self._handle(hub.Received(self._names.public(identity, self._hub.workers), message, role), self._now())
 
-    def _refuse(self, identity: bytes, error: ProtocolError) -> None:
+    def _refuse(self, identity: bytes, error: ProtocolError, *, is_logged: bool) -> None:
         now = self._clock()
-        if now - self._refused_at[0] > 1.0:
+        if is_logged and now - self._refused_at[0] > 1.0:
             self._refused_at = [*self._refused_at[1:], now]
             self._log(logging.WARNING, f"refused a message from {public_name(identity).hex()[:8]}: {error}")
         self._send(identity, messages.Refused(0, "ProtocolError", str(error)))

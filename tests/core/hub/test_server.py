@@ -121,6 +121,15 @@ def test_a_good_message_without_a_sessions_name_is_refused(server):
     assert isinstance(refused, messages.Refused) and "not a tensorhub client" in refused.message
 
 
+@pytest.mark.parametrize("is_ours", [True, False], ids=["a worker's", "the control"])
+def test_what_a_connection_has_sent_that_its_worker_has_replaced_is_not_taken_for_a_strangers(server, caplog, is_ours):
+    """A worker connects anew while the hub's process is stopped. Then ZeroMQ gives the former connection a name."""
+    with stranger(server) as former:
+        former.send(messages.encode(messages.AskStatus(1)) if is_ours else b"GET / HTTP/1.1")
+        assert messages.decode_from_hub(former.recv()).error == "ProtocolError"
+    assert bool([r for r in caplog.records if "refused a message from" in r.getMessage()]) != is_ours
+
+
 def test_a_frame_beyond_the_limit_is_never_received(server):
     """ZeroMQ closes the connection when the frame is announced; the hub hears nothing of it."""
     with stranger(server, new_session()) as connection:
