@@ -388,10 +388,11 @@ class GroupResolution:
         self.notified_shards.discard(shard)
 
     def refuse(self, shard: int, session: bytes, request_id: int) -> None:
-        """Refuse this request what the others took, also when the refusal is lost and it is sent again."""
+        """Refuse this request what the others took, also when the refusal is lost and it is sent again. It is answered
+        in this generation: those that are still to ask get what the others took, or are refused as well."""
         refused_session, last = self.refused.get(shard, (b"", 0))
         self.refused[shard] = session, max(request_id, last) if session == refused_session else request_id
-        self.version = 0  # they agree anew
+        self.notified_shards.add(shard)
 
     def has_refused(self, shard: int, session: bytes, request_id: int) -> bool:
         """Return whether this request of the shard, or a later one, was refused."""

@@ -103,6 +103,21 @@ def test_they_agree_though_one_of_the_former_left_in_order(scenario: Scenario) -
         scenario.tell("rollout/0", m.Bye())
 
 
+def test_where_one_shard_is_refused_no_other_gets_a_newer_version_than_the_first(scenario: Scenario) -> None:
+    scenario.join_all("trainer/0")
+    scenario.join_all("rollout/0", "rollout/1", "rollout/2", shard_count=3)
+    scenario.publish("trainer/0", 1)
+    scenario.acquire("rollout/0")
+    scenario.publish("trainer/0", 2)
+    scenario.acquire("rollout/1", at_least=2)
+    scenario.acquire("rollout/2")
+    heard = [scenario.heard(f"rollout/{shard}")[0].split()[:2] for shard in range(3)]
+    assert heard == [["read", "1"], ["refused", "VersionGone"], ["read", "1"]]
+    for shard in (1, 0, 2):  # all read again
+        scenario.acquire(f"rollout/{shard}", at_least=2 * (shard == 1))
+        assert scenario.heard(f"rollout/{shard}")[0].startswith("read 2")
+
+
 def test_a_shard_that_was_cut_off_for_long_is_no_start_of_its_replica(scenario: Scenario) -> None:
     scenario.join_all("trainer/0")
     scenario.join_all("rollout/0", "rollout/1", shard_count=2)
