@@ -227,8 +227,7 @@ class Registry:
         self.workers[session] = worker
         history.workers[session] = worker
         history.replicas.setdefault(hello.replica, {})[session] = worker
-        group = history.groups.setdefault(worker.group, GroupResolution())
-        group.arrive(hello.shard, hello.shard_count, is_new=not hello.welcomed)
+        history.groups.setdefault(worker.group, GroupResolution()).arrive(hello)
         history.lost.pop(worker.name, None)
         self.schedule_silence(worker)
 

@@ -304,12 +304,12 @@ class Server(OfThisProcess):
                 if more or len(identity) != 16:
                     raise ProtocolError("not a tensorhub client: is something else talking to this port?")
             except ProtocolError as error:
-                # ZeroMQ renames a connection that its worker has replaced, as they do when this process was stopped.
                 self._refuse(identity, error, is_logged=more > 0 or message is None)
                 continue
             self._handle(hub.Received(self._names.public(identity, self._hub.workers), message, role), self._now())
 
     def _refuse(self, identity: bytes, error: ProtocolError, *, is_logged: bool) -> None:
+        # ZeroMQ renames a connection that its worker has replaced, as they do when this process was stopped.
         now = self._clock()
         if is_logged and now - self._refused_at[0] > 1.0:
             self._refused_at = [*self._refused_at[1:], now]

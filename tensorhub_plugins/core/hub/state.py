@@ -376,12 +376,12 @@ class GroupResolution:
         """Begin the next generation."""
         self.generation, self.version, self.notified_shards = self.generation + 1, version, set()
 
-    def arrive(self, shard: int, shard_count: int, *, is_new: bool) -> None:
+    def arrive(self, hello: m.Hello) -> None:
         """Note that the worker of a shard has come. The first new one of a start makes the group agree anew; what the
         group agrees on then is valid for those that come later, too."""
-        if is_new and (shard in self.arrived or len(self.arrived) == shard_count):
+        if not hello.welcomed and (hello.shard in self.arrived or len(self.arrived) == hello.shard_count):
             self.arrived, self.version = set(), 0
-        self.arrived.add(shard)
+        self.arrived.add(hello.shard)
 
     def forget_shard(self, shard: int) -> None:
         """Forget the worker of this shard, which is gone. Refusals stay: it may come back, and ask again."""
