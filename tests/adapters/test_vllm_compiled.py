@@ -368,7 +368,8 @@ def test_an_engine_that_leaves_offers_nothing_on(server: Server, tmp_path: Path)
     engine = Engine(server, tmp_path, "first").starts(*NAMES)
     until(lambda: offered(server) == 1)
     core = SimpleNamespace(tensorhub_compiled=engine.compiled, collective_rpc=lambda name: None)
-    _leave(core, SimpleNamespace(close=lambda: None, ended=None))  # its process may be killed then
+    whole = SimpleNamespace(undo_pause=lambda: None)
+    _leave(core, whole, SimpleNamespace(close=lambda: None, ended=None))  # its process may be killed then
     until(lambda: offered(server) == 0)
 
 
