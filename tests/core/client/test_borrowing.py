@@ -114,7 +114,7 @@ def test_a_loan_ends_with_the_last_tensor(fleet):
     assert slab.is_lent
     del tensor
     gc.collect()
-    assert not slab.is_lent
+    until(lambda: not slab.is_lent)
 
 
 def test_a_loan_ends_without_the_help_of_the_garbage_collector(fleet):
@@ -127,7 +127,7 @@ def test_a_loan_ends_without_the_help_of_the_garbage_collector(fleet):
         tensors = second.fetch(1, (RUNTIME,), borrow=True).tensors()
         assert slab.is_lent
         del tensors
-        assert not slab.is_lent
+        until(lambda: not slab.is_lent)  # a thread of the client may still be about to end the call
     finally:
         gc.enable()
 
