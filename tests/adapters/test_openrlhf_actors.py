@@ -296,7 +296,8 @@ def controller_of(monkeypatch: pytest.MonkeyPatch, *, saved: int, attempt: int) 
     """A controller, and what its two ranks are told."""
     did: list[tuple[str, int]] = []
 
-    def run(method_name: str, step: int) -> list[Any]:
+    def run(method_name: str, step: int, settles: bool = True) -> list[Any]:
+        assert settles, "in turns, prompts are handed out next"
         did.append((method_name.removeprefix("tensorhub_"), step))
         if method_name == "tensorhub_begin":
             return [attempt, attempt]
@@ -306,6 +307,7 @@ def controller_of(monkeypatch: pytest.MonkeyPatch, *, saved: int, attempt: int) 
     monkeypatch.setattr(trainer, "ray", SimpleNamespace(get=lambda refs: refs))
     controller = Trainer()
     controller.saved = saved
+    controller.args = SimpleNamespace(train=SimpleNamespace(async_enable=False))
     controller.actor_model_group = SimpleNamespace(async_run_method=run)
     return controller, did
 
