@@ -37,6 +37,7 @@ COLOCATED = (
     "with --train.colocate_all trainer and engines share their GPUs, and OpenRLHF hands the weights over inside them "
     "(CUDA IPC): the store is not used"
 )
+GENERATE = "rollout.vllm_generate_batch_size"
 # Numbers that GPUs and memory are counted with, and the least that they may be.
 NUMBERS = {
     **dict.fromkeys(("actor.num_nodes", "actor.num_gpus_per_node", "vllm.tensor_parallel_size"), 1),
@@ -45,7 +46,7 @@ NUMBERS = {
     "ds.lora.rank": 0,
     **{f"{part}.{name}": 0 for part in ("ref", "reward", "critic") for name in ("num_nodes", "num_gpus_per_node")},
     **dict.fromkeys(("train.max_epochs", "train.num_episodes", "data.max_len", "eval.n_samples_per_prompt"), 1),
-    **dict.fromkeys(("data.max_samples", "rollout.vllm_generate_batch_size"), 1),
+    **dict.fromkeys(("data.max_samples", GENERATE), 1),
 }
 SHARES_OFF_MAX = 1e-8  # numpy's, by which the data sets of prompts are mixed
 STEPS = ("logger.logging_steps", "ckpt.save_steps", "eval.steps")  # OpenRLHF does something once in so many
@@ -183,7 +184,7 @@ def wrong_numbers(args: Any) -> Iterator[str]:
     """Return what cannot be counted with, a sentence each."""
     for name, least in NUMBERS.items():
         value = attrgetter(name)(args)
-        if value is None:  # which OpenRLHF fills in, once it has parsed the command line
+        if value is None and name == GENERATE:  # OpenRLHF takes the batch size, once it has parsed the command line
             continue
         try:
             check_number(value, f"--{name}", least)
