@@ -85,7 +85,7 @@ class Reading:
         return group.version
 
     def _cannot_follow(self, worker: Worker, acquire: m.Acquire) -> m.Refused:
-        """Refuse a request that cannot have what the other shards took as the latest: the next ones agree anew."""
+        """Refuse a request that cannot have what the other shards took as the latest: that is its answer."""
         refusal = self._refusal(worker, acquire)
         worker.history.group(worker).refuse(worker.hello.shard, worker.session, acquire.request_id)
         return refusal
