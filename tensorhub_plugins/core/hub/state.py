@@ -379,7 +379,7 @@ class GroupResolution:
     def arrive(self, hello: m.Hello) -> None:
         """Note that the worker of a shard has come. The first new one of a start makes the group agree anew; what the
         group agrees on then is valid for those that come later, too."""
-        if not hello.welcomed and (hello.shard in self.arrived or len(self.arrived) == hello.shard_count):
+        if not hello.welcomed and hello.shard in self.arrived:
             self.arrived, self.version = set(), 0
         self.arrived.add(hello.shard)
 
