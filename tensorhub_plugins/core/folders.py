@@ -46,6 +46,7 @@ INDEX = "model.safetensors.index.json"
 TIMEOUT_S = 600.0  # for one publish, and for a version to come: it is read as long as it advances
 LOCK = ".tensorhub.lock"
 LOCK_POLL_S = 0.05
+LOOK_S = 60.0  # for a version, by a process that the lock, or what it has read before, has kept for TIMEOUT_S
 AGAIN_S = 1.0  # after so long a host that waits for a version looks whether another attempt has begun
 DELTAS_MAX = 8_000  # that a trainer offers, of which the hub takes HOLDINGS_MAX; args.tensorhub_deltas_max overrides it
 KEPT = 2  # whole versions on a reading host's disk, and all versions that it offers to others: the newest ones
@@ -104,7 +105,7 @@ def fetch(source_dir: str, target_version: int) -> None:
     when it, or one that it builds on, is over; VersionRefused for a folder that is not whole; DeadlineExceeded when
     another process of this host that reads stands still for ten minutes; OSError, of a full disk.
     """
-    source = Path(source_dir)
+    source, patience = Path(source_dir), Deadline.after(TIMEOUT_S)
     source.mkdir(parents=True, exist_ok=True)
     with _alone(source):
         for left in source.glob(".weight_v*"):  # by a process that was killed
@@ -114,7 +115,7 @@ def fetch(source_dir: str, target_version: int) -> None:
         while number:
             folder = source / f"weight_v{number:06d}"
             if not listed or not _is_here(folder, listed):
-                version, listed = _bring(folder, number)
+                version, listed = _bring(folder, number, patience)
                 newest = max(newest, version)
                 for offered in {key.version for key in _reader().serving()}:  # now: a late host reads very many deltas
                     if offered <= newest - KEPT:
@@ -125,11 +126,12 @@ def fetch(source_dir: str, target_version: int) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _bring(folder: Path, number: int) -> tuple[int, str]:
-    """Bring one folder here, unless it is; return its version, and what lists its files."""
+def _bring(folder: Path, number: int, patience: Deadline) -> tuple[int, str]:
+    """Bring one folder here, unless it is; return its version, and what lists its files. patience: until when to wait
+    for it to appear. A process that the lock has kept waiting for longer looks once more, and not as long as others."""
     client = _reader()
+    version = _visible(client, number, max(patience, Deadline.after(LOOK_S)))
     deadline = Deadline.after(TIMEOUT_S)
-    version = _visible(client, number, deadline)
     known = client.fetch(version, (CHECKPOINT,), wanted=(), timeout_s=deadline.remaining())
     lists = [s.name for each in known.manifests.values() for s in each.tensors if s.name.startswith(LISTED)]
     if len(lists) != 1:
@@ -243,13 +245,15 @@ def _is_here(folder: Path, listed: str) -> bool:
 def _alone(source: Path) -> Iterator[None]:
     """Keep the other processes of this host out. One that works touches the lock, for as long as it does.
 
-    Raise DeadlineExceeded when the one that has the lock has not touched it for TIMEOUT_S: it was stopped."""
+    Raise DeadlineExceeded when the one that has the lock has not touched it for TIMEOUT_S: it was stopped. That is
+    counted in looks at it: a job that is suspended stops all of its processes."""
     with open(source / LOCK, "ab") as file:
-        touched, deadline = 0, 0.0
+        touched, looks = 0, 0
         while not _locked(file):
+            looks += 1
             if touched != (now := os.fstat(file.fileno()).st_mtime_ns):
-                touched, deadline = now, time.monotonic() + TIMEOUT_S
-            if time.monotonic() >= deadline:
+                touched, looks = now, 0
+            if looks * LOCK_POLL_S >= TIMEOUT_S:
                 text = f"the process that has locked {file.name} stands still: `fuser` names it. Continue it, or end it"
                 raise DeadlineExceeded(text, phase="lock", timeout_s=TIMEOUT_S)
             time.sleep(LOCK_POLL_S)
@@ -303,7 +307,8 @@ def _check(args: Any) -> None:
 
 
 def _reader() -> Client:
-    return _client("rollout", f"{socket.gethostname()}-{os.getpid()}", 0, 1)
+    unlike = uuid.uuid4().hex[:8]  # containers on one host may have its name, and processes with the same numbers
+    return _client("rollout", f"{socket.gethostname()}-{os.getpid()}-{unlike}", 0, 1)
 
 
 def _mine(everything: Sequence[dict[str, Any]], rank: int) -> list[str]:

@@ -203,13 +203,13 @@ def test_another_process_of_the_host_is_waited_for_as_long_as_it_works(
 
         def sleep(_: float) -> None:
             nonlocal now
-            now += folders.TIMEOUT_S / 4
+            now += folders.LOCK_POLL_S
             if works:
-                os.utime(other.fileno(), ns=(0, int(now)))
+                os.utime(other.fileno(), ns=(0, int(now / folders.TIMEOUT_S * 4)))
             if now > 10 * folders.TIMEOUT_S:
                 fcntl.flock(other, fcntl.LOCK_UN)
 
-        monkeypatch.setattr(folders, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+        monkeypatch.setattr(folders, "time", SimpleNamespace(sleep=sleep))
         if works:
             rollout.fetch(1)
         else:
@@ -232,6 +232,54 @@ def test_a_process_that_reads_touches_its_lock_and_no_fork_of_it_keeps_that(tmp_
             pass
     finally:
         os.close(fork)
+
+
+def test_who_was_stopped_itself_looks_again_before_it_gives_a_lock_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a suspension of the whole job the one that waits may be continued before the one that it waits for."""
+    looks, clock = iter([False, False, True]), iter([0.0, 0.0, 10 * folders.TIMEOUT_S])
+    monkeypatch.setattr(folders, "_locked", lambda _: next(looks))
+    monkeypatch.setattr(folders, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    with folders._alone(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(("kept_s", "waits_s"), [(0.0, 600.0), (500.0, 100.0), (590.0, 60.0), (2000.0, 60.0)])
+def test_the_processes_of_a_host_wait_together_for_a_version(
+    kept_s: float, waits_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock has kept this one for so long. Each waited ten minutes more than the one before it."""
+    now, until = 0.0, []
+
+    @contextmanager
+    def alone(_: Path) -> Iterator[None]:
+        nonlocal now
+        now += kept_s
+        yield
+
+    def visible(client: object, number: int, deadline: float) -> int:
+        until.append(deadline - now)
+        raise VersionGone("it is over", version=number)
+
+    monkeypatch.setattr(folders, "_alone", alone)
+    monkeypatch.setattr(folders, "_reader", lambda: None)
+    monkeypatch.setattr(folders, "_visible", visible)
+    monkeypatch.setattr(folders, "Deadline", SimpleNamespace(after=lambda seconds: now + seconds))
+    with pytest.raises(VersionGone):
+        folders.fetch(str(tmp_path), 1)
+    assert until == [waits_s]
+
+
+def test_two_containers_of_one_host_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the host's network they have its name; and each numbers its processes from 1."""
+    names: list[str] = []
+    monkeypatch.setenv("TENSORHUB_HUB", "tcp://127.0.0.1:1")
+    monkeypatch.setattr(folders, "Client", lambda hub, *, replica, **_: names.append(replica))
+    for _ in range(2):
+        monkeypatch.setattr(folders, "_joined", {})
+        folders._reader()
+    assert len(set(names)) == 2
 
 
 def _leads_to(fd: int, folder: Path) -> bool:
