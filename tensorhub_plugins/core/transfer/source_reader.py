@@ -33,6 +33,7 @@ from tensorhub_plugins.core.security import tls
 from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transports import Bases, Link, More, NotServable, Transport, choices, nothing_in_common
 from tensorhub_plugins.core.transports.stream.channel import Disconnected
+from tensorhub_plugins.core.transports.stream.messages import OtherRelease
 from tensorhub_plugins.core.transports.ways import FASTER, WAYS
 from tensorhub_plugins.core.types import DISTANCES, FAR, HOST, NOTHING, ShardKey, distance
 
@@ -211,8 +212,7 @@ class SourceReader:
             if (lacking := resources.refusal(error)) is not None:
                 self._notify(lacking)  # what this process lacks is not the fault of its source
             else:
-                text = str(error) if isinstance(error, TensorHubError) else repr(error)
-                self._lost(text, is_cut=isinstance(error.__cause__, Disconnected))
+                self._lost(error)
         except Exception as error:  # a bug of ours: raise it in the caller instead of retrying
             self._notify(error)
         finally:
@@ -411,17 +411,19 @@ class SourceReader:
             self._proven = link
             yield segment
 
-    def _lost(self, why: str, *, is_cut: bool) -> None:
+    def _lost(self, error: Exception) -> None:
         if not self._closed:
-            self._notify(self.lost(why, is_cut=is_cut))
+            why = str(error) if isinstance(error, TensorHubError) else repr(error)
+            is_cut, answers = isinstance(error.__cause__, Disconnected), isinstance(error, OtherRelease)
+            self._notify(self.lost(why, is_cut=is_cut, answers=answers))
 
-    def lost(self, why: str, *, is_cut: bool = False) -> events.Lost:
+    def lost(self, why: str, *, is_cut: bool = False, answers: bool = False) -> events.Lost:
         """Return the event that this source is lost, and whether it was ever reached. If it has several endpoints, the
         next reader tries another one first, unless bytes had come over this one before the source cut it."""
         link = self._link
         if link is not None and not (is_cut and link is self._proven):
             self._shut(link)
-        is_unreached = (link is None or self._misled) and not self._forbidden
+        is_unreached = (link is None or self._misled) and not (self._forbidden or answers)
         return events.Lost(self.shard, self.grant.session, why, self._refused and is_unreached, is_unreached)
 
     def _shut(self, link: Link) -> None:

@@ -14,6 +14,7 @@ from tensorhub_plugins.core.transfer import events, runner
 from tensorhub_plugins.core.transfer.replication import Replication
 from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader, Target
 from tensorhub_plugins.core.transports.interface import LinkProgress
+from tensorhub_plugins.core.transports.stream.messages import HELLO, MAGIC, PROTOCOL, check_hello
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 
@@ -90,3 +91,18 @@ def test_a_source_that_was_opened_and_is_asked_for_nothing_is_not_taken_for_froz
     finally:
         reader.close()
         reader.join(10)
+
+
+@pytest.mark.parametrize(("magic", "unreached"), [(MAGIC, False), (b"HTTP", True)], ids=["it", "another program"])
+def test_a_source_of_another_release_is_not_said_to_be_out_of_reach(magic: bytes, unreached: bool) -> None:
+    """Nobody is told to set addresses for it. The control: a program that is no source of ours at its address."""
+    inbox: Events = queue.SimpleQueue()
+
+    def connect(*_: object, **__: object) -> None:
+        check_hello(HELLO.pack(magic, PROTOCOL + 1, 0, b""))
+
+    reader = a_reader(inbox, {"tcp": SimpleNamespace(connect=connect)})
+    reader.start()
+    reader.join(10)
+    lost = inbox.get(timeout=10)[1]
+    assert isinstance(lost, events.Lost) and lost.unreached == unreached

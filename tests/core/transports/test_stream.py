@@ -120,7 +120,11 @@ def opened(manifest=None):
 @pytest.mark.parametrize(
     ("answers", "error", "reason"),
     [
-        ((HELLO.pack(MAGIC, PROTOCOL + 1, 0, b""),), ProtocolError, f"protocol {PROTOCOL + 1}, this side {PROTOCOL}"),
+        (
+            (HELLO.pack(MAGIC, PROTOCOL + 1, 0, b""),),
+            messages.OtherRelease,
+            f"protocol {PROTOCOL + 1}, this side {PROTOCOL}",
+        ),
         ((b"HTTP/1.1 400 Bad Request\r\n\r\n",), ProtocolError, "no weight transfer"),
         ((GREETING, HEADER.pack(CONTROL, 0, 0, 1 << 62)), ProtocolError, "the limit is"),
         ((GREETING, HEADER.pack(SEGMENT, 0, 0, 0)), ProtocolError, "where a message should be"),

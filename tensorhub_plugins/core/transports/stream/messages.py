@@ -140,12 +140,16 @@ def bases_of(request: StreamRead) -> dict[int, tuple[bytes, ...]]:
     return found
 
 
-def check_hello(greeting: bytearray) -> None:
-    """Raise ProtocolError when the other side speaks another protocol."""
+class OtherRelease(ProtocolError):
+    """The other side speaks another version of this protocol."""
+
+
+def check_hello(greeting: bytes | bytearray) -> None:
+    """Raise ProtocolError when the other side speaks another protocol, OtherRelease for another version of it."""
     magic, version, _, _ = HELLO.unpack(greeting)
     if magic != MAGIC:
         raise ProtocolError(f"its first bytes are {magic!r}: this is no weight transfer of ours")
     if version != PROTOCOL:
-        raise ProtocolError(
+        raise OtherRelease(
             f"it speaks transfer protocol {version}, this side {PROTOCOL}: install the same release on both"
         )
