@@ -143,10 +143,12 @@ class Engines:
 
     # --- what answers of prompts say ----------------------------------------------------------------------------------
 
-    def lost_by_name(self, name: str, error: Exception) -> None:
-        """Note that a prompt that this engine had has ended so."""
+    def lost_by_name(self, name: str, epoch: int, error: Exception) -> None:
+        """Note that a prompt that this engine was given in that epoch has ended so. Of those that it had when it was
+        lost some are heard of when it is back."""
         with self.lock:
-            self._fail(name, error)
+            if self.table.is_current(name, epoch):
+                self._fail(name, error)
 
     def refused_by_name(self, name: str, error: VersionRefused) -> None:
         """Note the same of a refused version; its next heartbeat says so."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,7 +142,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
                 if prompt.lost:
                     record("request_retried", worker=f"{name}/0", reason=f"{prompt.lost[-1]} was lost")
                 ask = members[name].handle.generate_responses.remote
-                self.work.note(ask(**prompt.arguments, min_version=prompt.version), name, prompt)
+                asked = replace(prompt, epoch=members[name].epoch)
+                self.work.note(ask(**prompt.arguments, min_version=prompt.version), name, asked)
             self._tell()
         return len(given)
 
@@ -182,7 +184,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
                 continue
             except LOST as error:
                 prompt = self.work.lost(ref)
-                self.engines.lost_by_name(prompt.lost[-1], error)
+                self.engines.lost_by_name(prompt.lost[-1], prompt.epoch, error)
                 if len(prompt.lost) > LOSSES_MAX:
                     raise
                 continue

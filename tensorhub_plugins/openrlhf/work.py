@@ -22,12 +22,14 @@ QUEUE_FACTOR = 2
 class Prompt:
     """arguments: of the engine's `generate_responses`. version: the oldest it may be answered from. lost: the engines
     that it was asked and that were gone before they had answered. number: of this prompt in the run, for the event log.
+    epoch: of the engine that has it, when that was asked.
     """
 
     arguments: dict[str, Any]
     version: int = 0
     lost: tuple[str, ...] = ()
     number: int = 0
+    epoch: int = 0
 
 
 @dataclass(frozen=True)

@@ -309,6 +309,30 @@ def test_a_spare_is_not_waited_for_at_the_beginning(ray: FakeRay, monkeypatch: p
         assert (ray.now - began >= 5) == (kind == "first")
 
 
+def test_what_the_only_engine_had_when_it_was_lost_does_not_take_it_out_again_when_it_is_back(ray: FakeRay) -> None:
+    engine = FakeEngine()
+    generator = make([engine])
+    (member,) = generator.engines.live()
+    engine.state = "silent"
+    generator._dispatch_prompts_to_vllm(["p0", "p1", "p2"], 3 * [""])
+    generator._hand_out()
+    engine.lose()
+    assert not generator._answers()  # one at a time
+    assert member.is_lost and member.epoch == 1
+    engine.state = "well"  # started again
+    answered = 0
+    while generator.work:
+        generator._hand_out()
+        answered += len(generator._answers())
+        assert member.answers and member.epoch == 1
+    assert answered == 3 and len(engine.asked) == 6
+    engine.state = "lost"  # the control: the next loss is one
+    generator._dispatch_prompts_to_vllm(["p3"], [""])
+    generator._hand_out()
+    generator._answers()
+    assert member.is_lost and member.epoch == 2
+
+
 def test_when_all_engines_are_dead_the_fleet_starts_others(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     dead, other = FakeEngine(), FakeEngine()
     engines = make([dead]).engines

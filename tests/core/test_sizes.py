@@ -22,7 +22,7 @@ CEILINGS = {
     "core/security": 720,
     "core/transfer": 1_880,
     "core/transports": 7_085,
-    "openrlhf": 2_565,
+    "openrlhf": 2_570,
     "verl": 4_270,
     "vllm": 9_090,
     "vllm/doctor": 800,
