@@ -52,6 +52,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self.published = 0  # the newest one, whatever is to be run
         self.evaluation_wait_s = 0.0  # for the engines to have one version, at the last evaluation
         self._first: int | None = None  # the version with which this run began; 0: none, None: not looked for yet
+        self.resumes = False  # from a checkpoint, whose weights are published before anything is generated
         self.work = Work()
         self._dispatched = 0  # prompts since the run began
         self._evaluating: dict[str, int] = {}  # engines, each in the epoch in which it began
@@ -218,16 +219,20 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         return {**told, "tensorhub/validation_wait/seconds": self.evaluation_wait_s}
 
     def _to_run_instead_of(self, version: int) -> int:
-        """Return what the hub says now; the same one if it says nothing else, 0 when there is nothing to be run."""
+        """Return what the hub says now; the same one if it says nothing else, 0 when there is nothing to be run.
+
+        The version with which a run resumes is waited for: engines may have what is on their disk, or a former one."""
+        timeout_s, self.resumes = 0.0 if version or not self.resumes else self.options.timeout_s, False
         try:
-            return self._client.target(version, pins=not self.is_sync, timeout_s=0.0)
-        except NotPublished:
-            return version
+            return self._client.target(version, pins=not self.is_sync, timeout_s=timeout_s)
         except VersionGone as error:
             logger.warning("prompts are answered from whatever the engines have: %s", error)
             return 0
         except TensorHubError as error:
-            logger.warning("going on with version %d: %s", version, error)
+            if timeout_s:
+                raise
+            if not isinstance(error, NotPublished):
+                logger.warning("going on with version %d: %s", version, error)
             return version
 
     def _generate_vllm(self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: bool, **kwargs: Any) -> Any:

@@ -268,3 +268,7 @@ class GenerateSamplesActor(_AsyncGenerating):
     def __init__(self, pretrain: str, strategy: Any, vllm_engines: Any, **kwargs: Any) -> None:
         super().__init__(pretrain, strategy, vllm_engines, **kwargs)
         self.samples_generator = _generator(strategy, self.samples_generator)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.samples_generator.resumes = True

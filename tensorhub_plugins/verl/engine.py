@@ -25,7 +25,7 @@ from tensorhub_plugins.core import TensorHubError, run_log, step_of
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.routing import ReplicaLost
-from tensorhub_plugins.verl.versions import told, version_of_step, waits_for_trainer
+from tensorhub_plugins.verl.versions import told, version_of_step
 from tensorhub_plugins.vllm.config import FollowConfig
 from tensorhub_plugins.vllm.engine import compiled
 from tensorhub_plugins.vllm.engine.follower import Status
@@ -140,8 +140,8 @@ class TensorHubServer(vLLMHttpServer):
             return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         if self._owned is None or not self._status.version:
             raise ReplicaLost(f"{self.worker} has no weights yet")  # the router asks another one
-        if self._why_not():
-            raise ReplicaLost(self._why_not())
+        if self._status.why_not:
+            raise ReplicaLost(self._status.why_not)
         started = time.monotonic()
         name = f"{PREFIX}{uuid.uuid4().hex}"  # verl's is the same in each turn of a sample
         try:
@@ -181,7 +181,7 @@ class TensorHubServer(vLLMHttpServer):
             "events": self.options.events,
             # verl itself puts hybrid replicas to sleep.
             "engine_timeout_s": self.options.engine_timeout_s if self.follows else math.inf,
-            "why": self._why_not(),
+            "why": self._status.why_not,
             "spare": self._waits and not self._joins.is_set(),
         }
         if owned is None:  # verl itself puts hybrid replicas in and out of rotation
@@ -197,15 +197,6 @@ class TensorHubServer(vLLMHttpServer):
     def _status(self) -> Status:
         """Return the status of its engine's follower; version 0: it has none yet."""
         return Status() if self._owned is None else self._owned.status
-
-    def _why_not(self) -> str:
-        """Return why it takes no new work, though it could answer; "": it does."""
-        status = self._status
-        if status.version and status.pinned is None:
-            former = waits_for_trainer(status.version, status.attempt)
-            if former:
-                return f"{self.worker} {former}"
-        return status.why_not
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 

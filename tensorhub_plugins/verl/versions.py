@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tensorhub_plugins.core import attempt_of, step_of, version_text
+from tensorhub_plugins.core import step_of
 from tensorhub_plugins.vllm.engine.spans import Span
 
 
@@ -25,16 +25,6 @@ def version_of_step(step: int) -> int:
 
 def step_of_version(version: int) -> int:
     return step_of(version) - 1
-
-
-def waits_for_trainer(version: int, attempt: int) -> str:
-    """Return why a replica with this version takes no work: the trainer's newest attempt is this one. "": it does.
-
-    A version of a former incarnation may be far behind the step from which the trainer resumes, or of a past that did
-    not happen. The first of the new one comes at once."""
-    if attempt_of(version) >= attempt:
-        return ""
-    return f"has version {version_text(version)}, and waits for the first of attempt {attempt}"
 
 
 def told(spans: Sequence[Span], *, split: bool) -> dict[str, Any]:

@@ -159,6 +159,7 @@ CUT_OFF = {"of_hub": lambda: {"why_not": Staleness(lambda: 6.0, 5.0, worker="rol
         (CUT_OFF, "has not heard of the hub for 6 s"),
         ({"is_broken": True}, "has no whole weights"),  # an installation has failed half way
         ({"is_paused": True}, "has no whole weights"),  # it cannot forget what it has computed with others
+        ({"version": 9, "of_hub": lambda: {"why_not": "", "attempt": 1}}, "has version 9, and waits for the first of"),
     ],
 )
 async def test_an_engine_that_should_not_answer_now_says_that_it_is_not_ready(
@@ -173,7 +174,7 @@ async def test_an_engine_that_should_not_answer_now_says_that_it_is_not_ready(
     assert (beat["ready"], beat["why"], beat["requests_max"]) == (True, "", 8)
     one.llm.follower.__dict__.update(state)
     watching = asyncio.create_task(one.owned.watch())
-    while not one.owned.status.why_not:
+    while one._why_not() == "":
         await asyncio.sleep(0)
     watching.cancel()
     beat = await one.tensorhub_heartbeat()

@@ -5,6 +5,7 @@ OpenRLHF's own trainers and generators, and our engines, over a real hub, see te
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -187,6 +188,59 @@ def test_a_run_that_resumes_is_answered_from_its_checkpoint_also_where_it_publis
     for one in story.engines:
         need(one, version_of(second.controller.tensorhub_attempt, 4))
     assert step_of(seen[0]) == 2 and second.batches == expected(mode, 3, 2, 2.5) and story.have() == {4.5}
+
+
+@pytest.mark.parametrize("mode", ["async", "partial"])  # in turns the trainer says which version comes
+def test_a_run_that_resumes_is_answered_from_its_checkpoint_also_over_a_restart_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str
+) -> None:
+    """It is away when the generator looks, and the engines still have the model of their disk."""
+    play_ray(monkeypatch)
+    servers = [start_server(limits=HubLimits(grace_s=0.05))]
+    story = Story(servers[0].address, tmp_path)
+    is_asked, dispatch = threading.Event(), routing.SamplesGenerator._dispatch_prompts_to_vllm
+
+    def restart() -> None:
+        servers.append(start_server(story.address, limits=HubLimits(grace_s=0.05)))
+
+    def looks(target: Callable[..., int], *given: Any, timeout_s: float, **more: Any) -> int:
+        if len(servers) > 1 or not more["pins"]:  # that is for the log
+            return target(*given, timeout_s=timeout_s, **more)
+        servers[0].close()
+        if timeout_s:
+            restart()
+        try:
+            return target(*given, timeout_s=timeout_s, **more)
+        finally:
+            if not timeout_s:  # who does not wait misses it
+                restart()
+
+    def dispatches(self: routing.SamplesGenerator, *given: Any, **more: Any) -> Any:
+        answer = dispatch(self, *given, **more)
+        is_asked.set()
+        return answer
+
+    try:
+        story.start_engines(mode)
+        first = story.life(mode, 3, save_steps=2)
+        first.run()
+        story.close(first)
+        story.start_engines(mode, refuses=lambda version: not is_asked.wait(TIMEOUT_S))
+        for one in story.engines:
+            one.store.trained = 0.5
+        monkeypatch.setattr(routing.SamplesGenerator, "_dispatch_prompts_to_vllm", dispatches)
+        need = Engine.need
+        monkeypatch.setattr(Engine, "need", lambda *_: None)  # it is no part of OpenRLHF's update
+        second = story.life(mode, 2, resumes=True, mark=0.5)
+        second.generator._client.target = functools.partial(looks, second.generator._client.target)
+        second.run()
+        for one in story.engines:
+            need(one, version_of(second.controller.tensorhub_attempt, 4))
+        assert second.batches == expected(mode, 3, 2, 2.5) and story.have() == {4.5}
+    finally:
+        for one in reversed(list(story.open)):
+            story.close(one)
+        servers[-1].close()
 
 
 def test_in_turns_a_version_that_is_not_published_ends_the_run(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:

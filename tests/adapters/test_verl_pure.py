@@ -118,13 +118,6 @@ def test_verls_steps_and_the_stores_versions():
     assert all(versions.step_of_version(versions.version_of_step(s)) == s for s in range(10))
 
 
-def test_a_version_of_a_former_life_takes_no_work():
-    former, newest = version_of(0, 7), version_of(1, 6)
-    assert versions.waits_for_trainer(former, 1) == "has version 7, and waits for the first of attempt 1"
-    assert versions.waits_for_trainer(newest, 2).startswith("has version 6 of attempt 1, and waits")
-    assert not versions.waits_for_trainer(newest, 1) and not versions.waits_for_trainer(former, 0)
-
-
 def test_an_answer_says_its_steps_and_the_oldest_is_verls_one():
     spans = ((version_of(0, 7), 3), (version_of(1, 6), 2))  # a trainer that has started again
     said = versions.told(spans, split=True)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tensorhub_plugins.core import HubUnreachable, NotPublished, TensorHubError, VersionGone
+from tensorhub_plugins.core import HubUnreachable, NotPublished, TensorHubError, VersionGone, version_of
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
 from tensorhub_plugins.vllm.engine.caches import StaleCaches
 from tensorhub_plugins.vllm.engine.follower import Follower, UpdateFailed
@@ -102,6 +102,22 @@ def follow(engine, answers, **options):
     with pytest.raises(Done):
         asyncio.run(asyncio.wait_for(follower.follow(), 20))
     return follower, asked
+
+
+@pytest.mark.parametrize(
+    ("version", "of_hub", "why"),
+    [
+        (version_of(0, 7), {"attempt": 1}, "has version 7, and waits for the first of attempt 1"),
+        (version_of(1, 6), {"attempt": 2}, "has version 6 of attempt 1, and waits for the first of attempt 2"),
+        (version_of(1, 6), {"attempt": 1}, ""),
+        (7, {"attempt": 0}, ""),
+        (7, {"attempt": 1, "pinned": 7}, ""),  # operators want it
+    ],
+)
+def test_a_version_of_a_former_incarnation_of_the_trainer_takes_no_work(version, of_hub, why):
+    follower, _ = follow(Engine(), [version])
+    follower.of_hub = lambda: {"why_not": "", **of_hub}
+    assert follower.status_now().why_not == (f"rollout-0/0 {why}" if why else "")
 
 
 UPDATE = ["start_fetch", "poll", "poll", "prepare_install", "pause", "install", "forget", "resume"]

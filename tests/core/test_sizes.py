@@ -22,9 +22,9 @@ CEILINGS = {
     "core/security": 720,
     "core/transfer": 1_880,
     "core/transports": 7_085,
-    "openrlhf": 2_570,
-    "verl": 4_270,
-    "vllm": 9_090,
+    "openrlhf": 2_580,
+    "verl": 4_252,
+    "vllm": 9_096,
     "vllm/doctor": 800,
     "vllm/worker": 5_840,
 }

@@ -43,6 +43,7 @@ from tensorhub_plugins.core import (
     record,
     step_of,
     version_of,
+    version_text,
     work,
 )
 from tensorhub_plugins.core.log import get_logger
@@ -446,7 +447,14 @@ class Follower:
         return msgspec.to_builtins(self._told)
 
     def status_now(self) -> Status:
-        of_hub = self.of_hub() if self.is_whole else self.of_hub() | {"why_not": f"{self.worker} has no whole weights"}
+        of_hub = self.of_hub()
+        attempt, is_pinned = of_hub.get("attempt", 0), of_hub.get("pinned") is not None
+        if not self.is_whole:
+            of_hub["why_not"] = f"{self.worker} has no whole weights"
+        elif not is_pinned and attempt_of(self.version) < attempt:
+            # It may be far behind the step from which the trainer resumes, or of a past that did not happen.
+            version = f"{self.worker} has version {version_text(self.version)}"
+            of_hub["why_not"] = f"{version}, and waits for the first of attempt {attempt}"
         is_last = self.until is not None and step_of(self.version) >= self.until
         now = msgspec.structs.replace(
             self._told,
@@ -455,7 +463,7 @@ class Follower:
             has_caught_up=self.has_caught_up,
             busy_since=self._busy_since,
             refusal=self.refusal,
-            stays=is_last or self.refusal[0] > 0 or of_hub.get("pinned") is not None,
+            stays=is_last or self.refusal[0] > 0 or is_pinned,
             last=self.last_update,
             **of_hub,
         )
