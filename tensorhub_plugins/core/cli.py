@@ -369,8 +369,8 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
     if keys is None:
         whom = "all who reach it" if options.insecure else "this host only: `tensorhub keygen` makes a secret"
         _say(f"tensorhub: no secret, so this hub is for {whom}")
-    address = options.address or _listens_at(PORT, keys, insecure=options.insecure)
-    if options.interface:
+    address = _listens_at(PORT, keys, insecure=options.insecure) if options.address is None else options.address
+    if options.interface is not None:
         address = format_address("tcp", addresses_of(options.interface, "--interface")[0], PORT)
     stop = threading.Event()
     signals = (signal.SIGINT, signal.SIGTERM)

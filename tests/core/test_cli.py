@@ -149,8 +149,10 @@ def test_a_server_listens_on_the_interface_that_is_named(capsys, monkeypatch):
 
     monkeypatch.setattr(cli, "Server", taken)
     assert main(["server", "--interface", "nope0,lo"]) == 1 and asked == ["tcp://127.0.0.1:7070"]
-    assert main(["server", "--interface", "nope0"]) == 1 and asked[1:] == []
-    assert "--interface='nope0': no network interface of that name is up here" in capsys.readouterr().err
+    for name in ("nope0", ""):  # the latter: of an empty variable, and not all interfaces
+        assert main(["server", "--interface", name]) == 1 and asked[1:] == []
+        assert f"--interface={name!r}: no network interface of that name is up here" in capsys.readouterr().err
+    assert main(["server", "--address", ""]) == 1 and asked[1:] == [""]
     with pytest.raises(SystemExit):
         main(["server", "--interface", "lo", "--address", "tcp://127.0.0.1:0"])
 
