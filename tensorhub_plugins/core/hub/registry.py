@@ -252,11 +252,10 @@ class Registry:
         left = [other for other in replica.values() if other.hello.shard == worker.hello.shard]
         if left and all(other.is_replaced for other in left):
             left[-1].is_replaced = False  # its replacement has gone before it
-            history.group(left[-1]).version = 0  # the replica agrees on "latest" anew
         mates = [other for other in replica.values() if other.group == worker.group]
         if not mates:
             del history.groups[worker.group]
-        elif not any(other.hello.shard == worker.hello.shard for other in mates):
+        elif not worker.is_replaced:
             history.group(worker).forget_shard(worker.hello.shard)
         if not replica:
             del history.replicas[worker.hello.replica]
