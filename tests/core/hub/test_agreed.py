@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hub_scenarios import Scenario
 
 from tensorhub_plugins.core.protocol import messages as m
+
+
+@pytest.fixture
+def scenario() -> Scenario:
+    return Scenario()
 
 
 def test_they_agree_though_one_has_left_whose_former_process_was_killed(scenario: Scenario) -> None:
