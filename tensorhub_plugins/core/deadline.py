@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ from itertools import chain, islice
 from typing import TypeVar
 
 from tensorhub_plugins.core.errors import DeadlineExceeded, UsageError
+from tensorhub_plugins.core.threads import Thread
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def aside(work: Callable[[], T]) -> Future[T]:
             future.set_exception(error)
 
     try:
-        threading.Thread(target=run, name="tensorhub-aside", daemon=True).start()
+        Thread(target=run, name="tensorhub-aside").start()
     except RuntimeError as error:
         future.set_exception(OSError(errno.EAGAIN, f"{error} (ulimit -u, pids.max)"))
     return future

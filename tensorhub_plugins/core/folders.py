@@ -35,6 +35,7 @@ from tensorhub_plugins.core.client.reports import Fetched
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import DeadlineExceeded, NotPublished, UsageError, VersionGone, VersionRefused
 from tensorhub_plugins.core.memory.tensors import same_bytes
+from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey, attempt_of, step_of, version_of
 
 FOLDER = re.compile(r"weight_v(\d+)")  # by both frameworks
@@ -259,7 +260,7 @@ def _alone(source: Path) -> Iterator[None]:
             time.sleep(LOCK_POLL_S)
         over = threading.Event()
         os.utime(file.fileno())
-        toucher = threading.Thread(target=_touch, args=(file, over), name="tensorhub-folder", daemon=True)
+        toucher = Thread(target=_touch, args=(file, over), name="tensorhub-folder")
         try:
             toucher.start()
             yield

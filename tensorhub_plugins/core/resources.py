@@ -25,6 +25,7 @@ from tensorhub_plugins.core import log, run_log
 from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, ResourceRefused, TensorHubError
 from tensorhub_plugins.core.machine import pids_max
 from tensorhub_plugins.core.process import limits_of, raise_files_max
+from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.types import RECENT_S
 
 ClassT = TypeVar("ClassT")
@@ -165,10 +166,10 @@ def _lacks(error: BaseException, *, forbidden: bool) -> str | None:
             return _of_call(*found)
         if forbidden and not isinstance(error, TensorHubError):
             return _call("a system call")
-    if isinstance(error, (RuntimeError, OSError)) and NO_THREAD in str(error):
-        return _threads()
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error)):
         return _memory()
+    if isinstance(error, (RuntimeError, OSError)) and NO_THREAD in str(error):
+        return _threads()
     return None
 
 
@@ -286,11 +287,11 @@ def pool_of(threads: int, name: str) -> ThreadPoolExecutor:
 def try_threads(count: int) -> None:
     """Raise ResourceRefused unless this process can start so many threads now."""
     over = threading.Event()
-    started: list[threading.Thread] = []
+    started: list[Thread] = []
     try:
         with named():
             for _ in range(count):
-                thread = threading.Thread(target=over.wait, name="tensorhub-try", daemon=True)
+                thread = Thread(target=over.wait, name="tensorhub-try")
                 thread.start()
                 started.append(thread)
     finally:

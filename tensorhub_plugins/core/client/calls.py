@@ -33,6 +33,7 @@ from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from tensorhub_plugins.core.machine import affinity
+from tensorhub_plugins.core.threads import Thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,7 +75,7 @@ class _Threads:
                 return
             self._idle += 1
         try:
-            threading.Thread(target=self._run, name="tensorhub-call", daemon=True).start()
+            Thread(target=self._run, name="tensorhub-call").start()
         except RuntimeError:
             if or_serves:
                 return self._run()

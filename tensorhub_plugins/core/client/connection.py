@@ -41,6 +41,7 @@ from tensorhub_plugins.core.protocol.fields import COUNT_MAX
 from tensorhub_plugins.core.security import curve
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
+from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.transfer.unreached import Unreached
 from tensorhub_plugins.core.types import ShardKey, attempt_of, printable
 
@@ -139,7 +140,7 @@ class HubLink:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._context, self._keys = zmq.Context(), keys
         self._is_to_redial = self._is_stale = False  # stale: the connection, which is to be replaced
-        self._thread = threading.Thread(target=self._run, name="tensorhub-hublink", daemon=True)
+        self._thread = Thread(target=self._run, name="tensorhub-hublink")
         self._begin()
         close_at_exit(self)  # with its Bye: else the hub would wait for the session to expire
         try:

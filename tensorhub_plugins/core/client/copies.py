@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.client.serving import Serving
 from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
 log = logging.getLogger("tensorhub.client")
@@ -40,7 +41,7 @@ class Copies:
         with self._lock:
             if self._closed or version in self._threads or len(self._threads) >= AT_A_TIME_MAX:
                 return
-            thread = threading.Thread(target=self._hold, args=(version,), name="tensorhub-copies", daemon=True)
+            thread = Thread(target=self._hold, args=(version,), name="tensorhub-copies")
             try:
                 thread.start()
             except RuntimeError as error:  # do not let it end the link's thread; the hub asks again

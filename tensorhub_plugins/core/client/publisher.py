@@ -41,6 +41,7 @@ from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec,
 from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.core.process import OfThisProcess
 from tensorhub_plugins.core.run_log import enabled, record, record_publish, root_key
+from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.types import CHECKPOINT, NAME_LENGTH_MAX, Across, check_version, items_of, version_of
 
 log = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ class Publisher(OfThisProcess):
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # ahead: held while a version that is over stays for deltas. retiring: started with the first that is over.
         self._is_publishing, self._ahead = False, threading.Lock()
-        self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
+        self._retiring = Thread(target=self._retire, name="tensorhub-unpublish")
 
     @property
     def in_background(self) -> bool:

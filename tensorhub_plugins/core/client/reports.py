@@ -27,7 +27,7 @@ class PublishReport:
     layout: str
     size_bytes: int
     seconds: dict[str, float]
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)  # all digests
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tensorhub_plugins.core.deltas.codec import NUMPY, Elements, Kernel, Streams
+from tensorhub_plugins.core.threads import Thread
 
 SOURCE = Path(__file__).with_name("kernel.c")
 COMPILERS = ("cc", "gcc", "clang")
@@ -63,7 +63,7 @@ def begin() -> None:
     if _kernel is NUMPY and os.getpid() not in _begun:
         _begun.add(os.getpid())
         with contextlib.suppress(RuntimeError):  # the system has no thread left
-            threading.Thread(target=_compile_quietly, name="tensorhub-compile", daemon=True).start()
+            Thread(target=_compile_quietly, name="tensorhub-compile").start()
 
 
 def compiled(compilers: Sequence[str] = COMPILERS) -> Kernel:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import threading
 from collections.abc import Iterator
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.hub.server import LOOKUP_S, Server
 from tensorhub_plugins.core.protocol.address import resolve
 from tensorhub_plugins.core.protocol.reach import format_address
+from tensorhub_plugins.core.threads import Thread
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -92,7 +92,7 @@ def served(server: Server, host: str, port: int, lookup_s: float = LOOKUP_S) -> 
             made = type("_Http", (_Http,), {"address_family": family})
             http: WSGIServer = stack.enter_context(made((found, port), _Handler))
             http.set_app(make_wsgi_app(registry))
-            thread = threading.Thread(target=http.serve_forever, name="tensorhub-metrics", daemon=True)
+            thread = Thread(target=http.serve_forever, name="tensorhub-metrics")
             thread.start()
         except (OSError, OverflowError, ValueError, RuntimeError) as error:  # ValueError: what is no name
             why = resources.refusal(error)

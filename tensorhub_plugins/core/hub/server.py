@@ -43,6 +43,7 @@ from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.run_log import record
 from tensorhub_plugins.core.security import curve, secret
 from tensorhub_plugins.core.security.keys import Keys
+from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.types import Role, printable
 
 log = logging.getLogger("tensorhub.hub")
@@ -155,7 +156,7 @@ class Server(OfThisProcess):
         self._stop, self._asked = threading.Event(), SimpleQueue[Future[list[Metric]]]()
         self._refused_at = [0.0] * REFUSALS_LOGGED_PER_S
         self._logged_at, self._left_out = deque([float("-inf")] * LOGGED_PER_S, LOGGED_PER_S), 0  # lines
-        self._thread = threading.Thread(target=self._run, name="tensorhub-hub", daemon=True)
+        self._thread = Thread(target=self._run, name="tensorhub-hub")
         try:
             self._listen(address, keys)
             self._thread.start()

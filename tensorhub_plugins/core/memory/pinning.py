@@ -30,6 +30,7 @@ from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import PIECE_SIZE_BYTES
 from tensorhub_plugins.core.memory.block import Block
 from tensorhub_plugins.core.options import gigabytes
+from tensorhub_plugins.core.threads import Thread
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class Pinned:
     def _make_all_pages(self, memory: torch.Tensor) -> None:
         pieces = list(torch.split(memory, self.piece_size_bytes))
         threads = [  # daemons, too
-            threading.Thread(target=self._make_pages, args=[pieces], name="tensorhub-pages", daemon=True)
+            Thread(target=self._make_pages, args=[pieces], name="tensorhub-pages")
             for _ in range(min(POPULATE_THREADS_MAX, cores(), len(pieces)))
         ]
         for thread in threads:
@@ -210,7 +211,7 @@ def _in_background(call: Callable[[], None], thread: str = "tensorhub-pin") -> N
     with _starting:
         if thread not in _background or _background[thread][0] != os.getpid():
             _background[thread] = os.getpid(), queue.SimpleQueue()
-            threading.Thread(target=_work, args=(_background[thread][1],), name=thread, daemon=True).start()
+            Thread(target=_work, args=(_background[thread][1],), name=thread).start()
         _background[thread][1].put(call)
 
 

@@ -30,6 +30,7 @@ from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.reach import at_all_hosts, is_of_one_host
 from tensorhub_plugins.core.security import tls
+from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transports import Bases, Link, More, NotServable, Transport, choices, nothing_in_common
 from tensorhub_plugins.core.transports.stream.channel import Disconnected
@@ -112,7 +113,7 @@ class SourceReader:
         self._busy = 0  # segments that were asked for and have not arrived
         self._expected_at = time.monotonic() + self._limits.open_s + self._limits.stall_s
         self._told_waiting_at = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"tensorhub-read-{grant.worker}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"tensorhub-read-{grant.worker}")
 
     @property
     def stalls_at(self) -> float:

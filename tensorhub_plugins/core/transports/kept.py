@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from tensorhub_plugins.core.memory.loans import is_over
 from tensorhub_plugins.core.process import close_in_children
+from tensorhub_plugins.core.threads import Thread
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -93,7 +94,7 @@ class Kept(Generic[Key, Value]):
     def _watch(self) -> None:
         """Have the watcher watch the current entries. The caller holds the guard."""
         if self._watcher is None:
-            watcher = threading.Thread(target=self._run, name=self._name, daemon=True)
+            watcher = Thread(target=self._run, name=self._name)
             watcher.start()
             self._watcher = watcher  # if no thread can be started, the next call tries again
         self._wake_in.send(b"x")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.transports.interface import More
 from tensorhub_plugins.core.transports.pump import SegmentStream, pump
 from tensorhub_plugins.core.transports.stream.channel import Channel
@@ -59,7 +60,7 @@ def pump_all(
         except BaseException as error:
             arrived.put(error)
 
-    threads = [threading.Thread(target=run, args=(stream,), daemon=True) for stream in streams]
+    threads = [Thread(target=run, args=(stream,)) for stream in streams]
     try:
         for thread in threads:
             thread.start()

@@ -19,6 +19,7 @@ from tensorhub_plugins.core.deltas.frame import frame_of, links_of
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, VersionGone
 from tensorhub_plugins.core.process import close_in_children
 from tensorhub_plugins.core.security.leases import Gate
+from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.transports.interface import NotServable, Shelf, find_offer
 from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
@@ -105,7 +106,7 @@ class StreamServer:
         close_in_children(*listeners, self._wake_out, self._wake_in)  # a child would never accept
         for listener in listeners:
             listener.setblocking(False)
-        self._acceptor = threading.Thread(target=self._accept, name=f"tensorhub-{backend.name}-accept", daemon=True)
+        self._acceptor = Thread(target=self._accept, name=f"tensorhub-{backend.name}-accept")
         self._acceptor.start()
 
     def close(self) -> None:
@@ -160,9 +161,7 @@ class StreamServer:
             self._warn("refused a connection: %s", error)
             sock.close()
             return
-        thread = threading.Thread(
-            target=self._serve, args=(channel,), name=f"tensorhub-{self._backend.name}-{peer}", daemon=True
-        )
+        thread = Thread(target=self._serve, args=(channel,), name=f"tensorhub-{self._backend.name}-{peer}")
         with self._guard:
             full = self._make_room(peer)
             if not full:
