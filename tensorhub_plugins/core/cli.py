@@ -92,7 +92,7 @@ class _Log(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         """Write it in pieces that a ready pipe takes whole, or leave it out."""
         left_out, self.left_out = self.left_out, 0
-        before = f"({left_out} lines are left out: nobody was reading)\n" if left_out else ""
+        before = f"({left_out} lines are left out: no process was reading)\n" if left_out else ""
         text = f"{before}{self.format(record)}\n"
         try:
             for start in range(0, len(text), PIECE):
@@ -143,7 +143,7 @@ def _main(arguments: list[str]) -> int:
     for name, words in (
         ("pin", "all followers go to this version and stay there; newer ones wait"),
         ("unpin", "all followers go on to the newest version"),
-        ("withdraw", "this version is bad: it is given to nobody any more, and engines that run it return to another"),
+        ("withdraw", "this version is bad: it is no longer served, and engines that run it return to another"),
     ):
         directive = commands.add_parser(name, help=words)
         if name != "unpin":

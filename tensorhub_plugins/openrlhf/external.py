@@ -54,7 +54,7 @@ def text_of(answer: Answer, params: Any, tokenizer: Any) -> str:
 
 
 class ExternalEngine(external.External):
-    """See there. options: with hub and run. partial: requests may span versions."""
+    """Stand for an external server as an OpenRLHF engine. partial: requests may span versions."""
 
     def __init__(
         self,

@@ -198,7 +198,7 @@ class _Publishes:
         ranks = ray.get(self.actor_model_group.async_run_method(method_name="tensorhub_begin", step=step))
         self.tensorhub_attempt = ranks[0]
         if self.tensorhub_attempt and not self.tensorhub_version:
-            self.broadcast_to_vllm()  # without a checkpoint OpenRLHF sends nothing, and engines may have that life's
+            self.broadcast_to_vllm()  # without a checkpoint OpenRLHF sends nothing, and engines may have others
         return states
 
     def train_step(self, rollout_samples: Any, global_step: int) -> tuple[dict[str, Any], int]:

@@ -268,7 +268,7 @@ def check_recovery(root: Any, options: Options) -> str:
     elif get(root, "trainer", "resume_mode") == "disable":
         why = "trainer.resume_mode=disable resumes from nothing: set auto"
     elif "model" not in (get(actor, "checkpoint", "load_contents") or ["model"]):
-        why = "actor_rollout_ref.actor.checkpoint.load_contents has no model, which is loaded where nobody has it"
+        why = "actor_rollout_ref.actor.checkpoint.load_contents has no model, which is loaded where no worker has it"
     elif mode == "resumed_step" and options.dtype not in (None, trained):
         why = (
             f"the trainer's {trained} weights are published in {options.dtype}, of which they cannot be made: set "
@@ -283,7 +283,7 @@ def check_kwargs(rollout: Any) -> None:
     """Refuse a misspelt back end, whose options are read by none."""
     for name in get(rollout, "checkpoint_engine", "engine_kwargs") or ():
         if name != BACKEND and is_meant(str(name), BACKEND):
-            raise UsageError(f"{ENGINE}.engine_kwargs.{name} is read by nobody: did you mean {WHERE}?")
+            raise UsageError(f"{ENGINE}.engine_kwargs.{name} is not read: did you mean {WHERE}?")
 
 
 def check_path(model: Any) -> None:
@@ -516,7 +516,7 @@ def check_parallel(rollout: Any) -> None:
     if (get(rollout, "pipeline_model_parallel_size") or 1) > 1:
         raise UsageError(
             f"rollout.pipeline_model_parallel_size is {rollout.pipeline_model_parallel_size}: verl starts vLLM without "
-            "it, and would reserve GPUs that nobody uses; set it to 1 and tensor_model_parallel_size higher"
+            "it, and would reserve GPUs that stay unused; set it to 1 and tensor_model_parallel_size higher"
         )
 
 

@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 
 
 class TensorHubServer(vLLMHttpServer):
-    """With hybrid replicas (they share the trainer's GPUs and get weights by verl's own way) it is verl's server."""
+    """Runs a vLLM server that pulls versions. For hybrid replicas, which share the trainer's GPUs, it is verl's own."""
 
     global_steps: int | None  # of hybrid replicas
     is_spare = False

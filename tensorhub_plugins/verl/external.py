@@ -28,7 +28,7 @@ BANNED_BIAS = -100.0  # the lowest that vLLM takes
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """Of verl's configuration, what a request depends on."""
+    """The fields of verl's configuration that requests depend on."""
 
     max_model_len: int
     prompt_length: int
@@ -88,7 +88,7 @@ def request_of(given: Mapping[str, Any], prompt_tokens: int, rollout: Rollout) -
 
 
 class ExternalServer(external.External):
-    """See there. options: with hub and run."""
+    """Stand for an external server as a verl replica. options: with hub and run."""
 
     def __init__(self, name: str, url: str, options: Options, rollout: Rollout, expected: Expected) -> None:
         super().__init__(name, url, options, expected, timeout_s=options.replica_timeout_s)

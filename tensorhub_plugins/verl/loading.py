@@ -1,4 +1,4 @@
-"""Has verl's sender hear that vLLM cannot load what it sends, in drop-in mode.
+"""Notifies verl's sender when vLLM cannot load what it receives, in drop-in mode.
 
 verl's rollout worker waits for vLLM's word after each bucket. A vLLM that has raised says none, and verl looks at its
 answer to the call only afterwards, so the job would stand still. The sender looks while it waits. Twice is fine.

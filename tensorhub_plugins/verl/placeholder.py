@@ -17,7 +17,7 @@ SHARE = 0.5  # of the GPU, as verl's own worker takes: Ray tells it then which o
 
 
 class Place:
-    """In the place of a worker's handle, as verl 0.9.1 uses it. On its way to other processes it is the actor's."""
+    """Stands in for a worker's handle as verl 0.9.1 uses it. It is pickled as the actor's handle."""
 
     def __init__(self, actor: Any, resource: str) -> None:
         self._actor, self._resource = actor, resource

@@ -387,7 +387,7 @@ class Handle:
             if answer.done():
                 return answer.result()
             answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # it is not awaited any more
-            raise ReplicaLost("the replica was given up", peer=server_id)
+            raise ReplicaLost("the replica was taken out of rotation", peer=server_id)
         finally:
             losses.forget(server_id, epoch, lost)
 
@@ -418,7 +418,7 @@ class Losses:
         self._asking: asyncio.Task[None] | None = None
 
     def of(self, server_id: str, epoch: int) -> asyncio.Future[None]:
-        """Done when the replica's life `epoch` is over. Give it back with `forget`."""
+        """Return a future that completes when this epoch of the replica ends. Release it with `forget`."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault((server_id, epoch), set()).add(future)
         if self._asking is None or self._asking.done():

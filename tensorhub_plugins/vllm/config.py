@@ -33,7 +33,7 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
     replica: str  # one name per engine; live engines of a run must have different ones
     advertise_host: str | None = None
     preemptible: bool | None = None  # this node may be taken away; None: the environment's TENSORHUB_PREEMPTIBLE
-    job: str | None = None  # what its next life has, too, see Client; None: the environment's TENSORHUB_JOB
+    job: str | None = None  # what its next incarnation has, too, see Client; None: the environment's TENSORHUB_JOB
     # LoRA adapters that the engine takes from the store: the models of their histories, which are also what requests
     # call them. The base weights stay what the engine started with. See lora.py.
     lora: tuple[str, ...] = ()

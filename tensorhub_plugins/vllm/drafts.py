@@ -46,7 +46,7 @@ def source(wanted: Source | None, method: str | None, load_format: str, *, remed
     if found == "disk" and load_format in UNREAD:
         raise UsageError(
             f"speculative decoding ({method}): no version brings the draft's weights, and with load_format "
-            f"{load_format!r} nobody reads them, so it would draft with random ones: {remedy}"
+            f"{load_format!r} they are not read, so it would draft with random ones: {remedy}"
         )
     return found
 

@@ -97,7 +97,7 @@ def recovery_summary(mode: RecoverWeights, *, retains: bool) -> str:
     else:
         what = "takes the weights of its checkpoint from workers that hold them"
     less = "" if retains else "; LOOK: retain_copies=2 has another host hold a copy, else none may"
-    return f"a run that resumes {what}, and loads them where nobody does{less}"
+    return f"a run that resumes {what}, and loads them where no worker holds them{less}"
 
 
 def fleet_summary(options: TrainingOptions, target: object) -> str:

@@ -286,8 +286,8 @@ def test_nobody_at_an_address_is_said_at_once_and_nothing_is_added(monkeypatch: 
         dead = await stage.actor.add_external(url)
         for (said, is_refused), why in ((silent, "no answer in 0.05 s"), (dead, "Connection refused")):
             assert is_refused and said == (
-                f"nobody answers at {url} from Ray's head node ({why}), and nothing was added: start the server there "
-                "first, or correct the address"
+                f"no server answers at {url} from Ray's head node ({why}), and nothing was added: start the server "
+                "there first, or correct the address"
             )
         assert [one.name for one in (await stage.actor.view()).members] == ["rollout-0"]
         assert [did for did in stage.launcher.did if did[0] == "external"] == [("external", "external-0", url)]

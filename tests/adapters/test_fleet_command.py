@@ -30,7 +30,7 @@ def test_the_command(one_node: Any, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
     status, said = command("add", "--url", dead)
-    assert status == 1 and said.startswith(f"tensorhub: nobody answers at {dead}")
+    assert status == 1 and said.startswith(f"tensorhub: no server answers at {dead}")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"

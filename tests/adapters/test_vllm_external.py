@@ -96,7 +96,7 @@ def test_a_server_that_is_none_of_ours_and_one_that_is_not_there_are_refused(pla
         with pytest.raises(UsageError, match="is no `vllm serve --load-format tensorhub`"):
             await other.join()
         other.url = "http://127.0.0.1:9"
-        with pytest.raises(UsageError, match=r"nobody answers at http://127.0.0.1:9"):
+        with pytest.raises(UsageError, match=r"no server answers at http://127.0.0.1:9"):
             await other.join()
 
     play(story, path="/elsewhere")

@@ -270,7 +270,7 @@ def test_a_pinned_version_that_nobody_holds_is_shown(hub_with_versions):
     address, trainer = hub_with_versions
     report = fetch_status(address)
     report["models"][0]["pinned"] = 9
-    assert "! r/actor: version 9 is pinned, and nobody holds it\n    `tensorhub unpin" in status_text(report)
+    assert "! r/actor: version 9 is pinned, but no worker holds it\n    `tensorhub unpin" in status_text(report)
 
 
 def test_leases_are_shown_by_name():

@@ -134,7 +134,7 @@ def test_a_hub_serves_though_nobody_reads_its_log_any_more():
         os.close(full)
         os.close(write)
         text, end = "", time.monotonic() + SOON_S
-        while "lines are left out: nobody was reading" not in text:
+        while "lines are left out: no process was reading" not in text:
             text += os.read(read, 65536).decode()
             Client(where, run="r", model="m", replica="b", transports=("tcp",), keys=keys).close()
             assert time.monotonic() < end

@@ -39,8 +39,8 @@ def hand_over(client: Client, timeout_s: float) -> bool:
             break
         time.sleep(POLL_INTERVAL_S)
     for version in left:
-        nobody = f"it is the last copy, and nobody took it within {timeout_s:.0f} s"
-        why = problems[version] or nobody if version in problems else "there was no time left to unpublish it"
+        not_taken = f"it is the last copy, and no worker took it within {timeout_s:.0f} s"
+        why = problems[version] or not_taken if version in problems else "there was no time left to unpublish it"
         logger.warning("leaving with version %d: %s", version, why)
     return not left
 

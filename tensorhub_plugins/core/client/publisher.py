@@ -87,8 +87,7 @@ class Publisher(OfThisProcess):
 
     client: this rank's (shard = rank, shard_count = ranks). keep: versions on offer; host memory is used for one more,
     which is logged, or refused, beforehand (`Client.budget`), for all ranks of a host as torch's launchers count them.
-    dtype: what floating-point
-    tensors are published as, except those for which `keeps_dtype` is true; None: as they come.
+    dtype: floating-point tensors are published in it, except those for which `keeps_dtype` is true; None: as they come.
 
     model: the tensors of the whole model, in the order in which they will come, where that is known: the first version
     is then handled like the others.

@@ -48,7 +48,7 @@ class Beginning:
         if lives:
             return m.Refused(begin.request_id, "UsageError", _lives(history, lives))
         if rivals:
-            text = f"{_listed(rivals)} of a former attempt may still live, and is given up after"
+            text = f"{_listed(rivals)} of a former attempt may still live, and is evicted after"
             silence_s = max(map(self._registry.silence_s, rivals))
             return self._not_in_time(pending, now, f"{text} {silence_s:g} s of silence")
         if self._may_be_unheard(history, now):

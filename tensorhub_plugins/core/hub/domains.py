@@ -130,7 +130,7 @@ class FailureDomains:
     def _ask(self, history: History, number: int, spread: Spread, promised: Counter[bytes], now: float) -> str:
         """Ask a worker for a copy; else return why none can be. promised: bytes of its free memory, by session."""
         if not spread.holders:
-            return "nobody holds its checkpoint layout any more, and no other is copied"
+            return "no worker holds its checkpoint layout any more, and no other is copied"
         missing, across = history.missing[number], history.retain_across
         near = {holder.hello.location.data_center for holder in spread.holders}
         best: tuple[bool, bool, int, Worker] | None = None
@@ -155,7 +155,7 @@ class FailureDomains:
             self._outbox.send(worker.session, m.Alive(hold=number))
             self._outbox.log(f"{history.name}: {worker.name} is asked to hold a copy of version {version_text(number)}")
             return ""
-        return "" if spread.on_the_way else _nobody(history, spread, reasons)
+        return "" if spread.on_the_way else _no_worker(history, spread, reasons)
 
     def _say_once(self, history: History) -> None:
         """Warn once that no worker can hold what is short, until all of it was held again."""
@@ -229,11 +229,11 @@ def _refusal(worker: Worker, room_bytes: int, spread: Spread, missing: Missing, 
     return ""
 
 
-def _nobody(history: History, spread: Spread, reasons: list[str]) -> str:
+def _no_worker(history: History, spread: Spread, reasons: list[str]) -> str:
     words = WORDS[history.retain_across]
     named = "; ".join(reasons[:NAMED_MAX]) + (f"; and {len(reasons) - NAMED_MAX} more" * (len(reasons) > NAMED_MAX))
     held = ", ".join(worker.name for worker in spread.holders[:NAMED_MAX])
     return (
-        f"is safe in {spread.domains} of {history.retain_domains} {words} (held by {held}), and nobody else can hold "
-        f"its {spread.size_bytes / 1e6:.1f} MB: {named or f'there is no worker in further {words}'}"
+        f"is safe in {spread.domains} of {history.retain_domains} {words} (held by {held}), and no other worker can "
+        f"hold its {spread.size_bytes / 1e6:.1f} MB: {named or f'there is no worker in further {words}'}"
     )

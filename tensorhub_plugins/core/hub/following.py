@@ -78,7 +78,7 @@ class Following:
             pass  # others may still report what they hold
         elif pin and not history.is_visible(pin):
             error = "VersionGone"
-            text = f"version {pin} is pinned and nobody holds it: unpin it, or pin another; held: {listed(history)}"
+            text = f"version {pin} is pinned, but no worker holds it: unpin it, or pin another; held: {listed(history)}"
         elif installed in history.withdrawn:
             error = "VersionGone"
             text = f"version {installed}, which is installed, was withdrawn, and there is no other to run: publish one"
@@ -207,7 +207,7 @@ def _cannot_pin(history: History, number: int) -> str | None:
     if number in history.withdrawn:
         return f"version {number} was withdrawn and cannot be pinned; held: {listed(history)}"
     if not history.is_visible(number):
-        return f"version {number} cannot be pinned because nobody holds it; held: {listed(history)}"
+        return f"version {number} cannot be pinned because no worker holds it; held: {listed(history)}"
     return None
 
 
@@ -223,7 +223,7 @@ def _cannot_withdraw(history: History, number: int, new: Directive) -> str | Non
 def gone(request_id: int, history: History, number: int) -> m.Refused:
     """Return the refusal of a version that no worker holds any more, or that was withdrawn."""
     if number in history.withdrawn:
-        why = "was withdrawn, and nobody is to use it any more"
+        why = "was withdrawn and must not be used"
     elif history.is_over(number):
         newest = history.directive.attempts[-1]
         why = f"is superseded: attempt {newest.number} has begun at step {newest.step}"

@@ -107,5 +107,5 @@ class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
         if self.session_timeout_s <= self.heartbeat_s:
             raise UsageError(
                 f"session_timeout_s={self.session_timeout_s!r}: must be more than heartbeat_s={self.heartbeat_s!r}, "
-                "or every worker is given up between two heartbeats"
+                "or every worker is evicted between two heartbeats"
             )

@@ -122,7 +122,7 @@ def standing(role: Role, key: ShardKey, version: Version | None, *, recovering: 
     return "aside" if recovering or not is_new else "refused"
 
 
-def nobody_has_published(key: ShardKey) -> str:
+def never_published(key: ShardKey) -> str:
     """Return the refusal that goes with `standing`."""
     return (
         f"a reader's key passes on what a publisher has published, and {key} is not that: publish with the run's secret"

@@ -11,7 +11,7 @@ from itertools import chain
 from tensorhub_plugins.core.hub.domains import needs_its_domain
 from tensorhub_plugins.core.hub.limits import DOUBT_AGAIN_S, DOUBTS_MAX, LAYOUTS_PER_READER_MAX
 from tensorhub_plugins.core.hub.outbox import Outbox
-from tensorhub_plugins.core.hub.permissions import Standing, nobody_has_published, standing
+from tensorhub_plugins.core.hub.permissions import Standing, never_published, standing
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import Aside, History, Holding, Lease, Pending, Version, Worker, drop, put
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
@@ -195,7 +195,7 @@ class Publishing:
         if is_new and announced.origin == "published" and attempt_of(key.version) > (begun[-1].number if begun else 0):
             return f"version {version_text(key.version)}: that attempt was not begun: Client.begin says which is next"
         if worker.role == "reader" and self._standing(worker, announced, offered, now) == "refused":
-            return nobody_has_published(key)
+            return never_published(key)
         return None
 
     def _is_too_much(self, worker: Worker, key: ShardKey) -> str | None:

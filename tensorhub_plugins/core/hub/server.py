@@ -140,7 +140,7 @@ class Server(OfThisProcess):
         keys = secret.given(keys)
         if keys is None and not (insecure or is_loopback(address)):
             raise UsageError(
-                f"without a secret everybody who reaches {address} could read and write weights: set "
+                f"without a secret any process that reaches {address} could read and write weights: set "
                 f"{secret.FILE_VARIABLE} to one made by `tensorhub keygen`, listen on 127.0.0.1, or say --insecure "
                 "(insecure=True)"
             )

@@ -288,7 +288,7 @@ def _read_text(worker: str, event: Event, source: str, seconds: float) -> tuple[
     if isinstance(size, int) and seconds > SHORT_S:
         more += f", {size / seconds / 1e6:.0f} MB/s"
     more += f", {lost} sources lost on the way" if lost else ""
-    return f"{worker} reads from {source or 'nobody'}{by}", more
+    return f"{worker} reads from {source or 'no worker'}{by}", more
 
 
 def text(found: Iterable[Path]) -> str:

@@ -71,7 +71,7 @@ def _versions(model: Report, hub: str, late_s: float) -> Found:
     age_s, pace_s = model.get("newest_age_s", 0.0), model.get("pace_s", 0.0)
     is_complete = not model.get("left_out")
     if pin and pin not in visible and is_complete:
-        what = f"version {version_label(pin)} is pinned, and nobody holds it"
+        what = f"version {version_label(pin)} is pinned, but no worker holds it"
         yield "pin_lost", what, f"{command('unpin', model, hub)}, or pin another"
     elif pin and newest > pin:
         what = f"version {version_label(pin)} is pinned, and the newest is {version_label(newest)}"

@@ -158,7 +158,7 @@ def status_text(report: dict[str, Any], problems: Sequence[Problem] | None = Non
     """Return the report as text for users, what is wrong first. problems: what was found in it; None: look."""
     report = escaped(report)
     found = wrong.find(report) if problems is None else [Problem(*map(printable, each)) for each in problems]
-    state = "" if found else ", nothing is wrong" if report["models"] else ", nobody is connected"
+    state = "" if found else ", nothing is wrong" if report["models"] else ", no worker is connected"
     lines = [f"hub {report['hub'][:8]}{at(report)}, up {ago(report['up_s'])}, {len(report['models'])} models{state}"]
     for problem in found:
         lines += [f"! {problem.of}: {problem.what}", *([f"    {problem.to_do}"] if problem.to_do else [])]

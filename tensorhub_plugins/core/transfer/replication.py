@@ -453,7 +453,7 @@ class Replication:
     def _is_over(self) -> errors.TensorHubError:
         why = "withdrawn" if self.version in self._directive.withdrawn else "superseded by a newer attempt"
         return errors.VersionGone(
-            f"the version was {why} while it was read, and nobody is to use it any more",
+            f"the version was {why} while it was read, and must not be used",
             version=self.version,
             phase="read",
         )

@@ -147,7 +147,7 @@ def _as_one(core: Any, caches: Caches, original: Any, method: Any, *args: Any, *
         if why:
             _stand_still(core)
     if why:
-        raise StaleCaches(f"{why}; the engine stands still until somebody resumes it")
+        raise StaleCaches(f"{why}; the engine stands still until a client resumes it")
     return result
 
 

@@ -265,7 +265,7 @@ class External:
             raise UsageError(f"{self.url} answers {error.status} {error.message}: look into its log") from error
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
             raise UsageError(
-                f"nobody answers at {self.url} ({error or type(error).__name__}): correct the address, or start the "
+                f"no server answers at {self.url} ({error or type(error).__name__}): correct the address, or start the "
                 "server first"
             ) from error
 

@@ -320,8 +320,8 @@ async def knock(url: str) -> None:
         error = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else str(cause)
     if error:
         raise UsageError(
-            f"nobody answers at {url} from Ray's head node ({error}), and nothing was added: start the server there "
-            "first, or correct the address"
+            f"no server answers at {url} from Ray's head node ({error}), and nothing was added: start the server "
+            "there first, or correct the address"
         )
 
 

@@ -110,8 +110,8 @@ def reserve_all(
         if not isinstance(error, _NotReserved):
             raise
         raise DeadlineExceeded(
-            f"Ray has not reserved {[dict(bundle) for bundle in bundles]} for {', '.join(names)}, somebody else took "
-            "them: look at `ray status`",
+            f"Ray has not reserved {[dict(bundle) for bundle in bundles]} for {', '.join(names)}, which others "
+            "took: look at `ray status`",
             timeout_s=round(error.after_s, 1),
         ) from None
     return groups

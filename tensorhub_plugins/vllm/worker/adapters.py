@@ -196,7 +196,7 @@ class AdapterUpdater(Updater):
         self._manager.add_adapter(msgspec.structs.replace(self.request, load_inplace=True))
 
     def install(self, version: int, timeout_s: float) -> dict[str, Any]:
-        """Do as Updater; one that failed half way is undone in all workers, and the old one goes on."""
+        """Install the adapter, as `Updater.install` does. After a failure all workers restore the former adapter."""
         result = super().install(version, timeout_s)
         if not result["broken"]:
             return result

@@ -104,8 +104,8 @@ class TensorHubWorkerExtension:
         parsed = WorkerConfig.parse(config)
         if is_further_rank(self.vllm_config):
             raise UsageError(
-                "vLLM tells only what the first of several data parallel engines answers, so that nobody hears of the "
-                "others: make an engine of each rank, or let them follow (--load-format tensorhub)"
+                "vLLM returns the answer of the first of several data parallel engines only, and those of the "
+                "others are lost: make an engine of each rank, or let them follow (--load-format tensorhub)"
             )
         if parsed.lora:
             raise UsageError("adapters are joined by tensorhub_connect_adapters, and the weights of their engine stay")

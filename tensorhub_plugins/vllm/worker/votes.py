@@ -1,8 +1,8 @@
 """Agreement among the workers of one engine: each sends a few bytes, and receives all of them in shard order.
 
-votes     once before an install and once after it: all workers or none Steps     in between, where a reload of weights
-that ranks share has them wait for each other: vLLM's online
-          quantization makes one scale of the largest element on any rank
+votes: once before an install and once after it; all workers install, or none does. Steps: in between, where a reload of
+weights that ranks share has them wait for each other (vLLM's online quantization makes one scale of the largest element
+on any rank).
 """
 
 from __future__ import annotations

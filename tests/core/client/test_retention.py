@@ -142,7 +142,7 @@ def test_a_fleet_goes_back_to_what_is_pinned_and_on_when_it_is_not(stage):
     following = stage.begin(rollout.target, 1, timeout_s=SOON_S)
     trainer.unpin()
     assert following.result(SOON_S) == rollout.fetch().version == 3
-    with pytest.raises(UsageError, match=r"nobody holds it; held: \[1, 2, 3\]"):
+    with pytest.raises(UsageError, match=r"no worker holds it; held: \[1, 2, 3\]"):
         rollout.pin(4)
 
 
@@ -268,7 +268,7 @@ def test_the_only_holder_of_a_pinned_version_is_killed(stage):
         trainer.pin(1)
         holder.kill()
         until(lambda: not any(info.visible for info in trainer.versions() if info.version == 1))
-        with pytest.raises(VersionGone, match=r"version 1 is pinned and nobody holds it: .*; held: \[2\]"):
+        with pytest.raises(VersionGone, match=r"version 1 is pinned, but no worker holds it: .*; held: \[2\]"):
             rollout.target(2, timeout_s=0.1)
         with pytest.raises(NotPublished, match="version 1, which is pinned,"):
             rollout.fetch(timeout_s=0.1)

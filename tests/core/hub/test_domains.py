@@ -140,7 +140,7 @@ def test_who_is_preemptible_or_has_no_room_is_not_asked_and_that_is_said_once() 
     assert f"version 1 {why}" in status_text({**report(fleet.hub.registry, 0.0)})
     fleet.publish("trainer/0", 2)
     fleet.wait(PATIENCE_S + 20)
-    assert [line for line in fleet.warned if "nobody else can hold" in line] == [f"run/actor: version 1: {why}"]
+    assert [line for line in fleet.warned if "no other worker can" in line] == [f"run/actor: version 1: {why}"]
     fleet.room["full/0"] = 100  # the control: exactly as much as is needed
     fleet.wait(2)
     assert fleet.asked("full/0") == ["hold 2"] and fleet.missing == []
@@ -166,7 +166,7 @@ def test_what_is_left_in_an_engines_layout_only_cannot_be_copied() -> None:
     fleet = Fleet(other="b")
     fleet.publish("trainer/0", 1, RUNTIME)
     fleet.wait(PATIENCE_S + 2)
-    assert fleet.missing == ["nobody holds its checkpoint layout any more, and no other is copied"]
+    assert fleet.missing == ["no worker holds its checkpoint layout any more, and no other is copied"]
 
 
 @pytest.mark.parametrize("leaves", [True, False])

@@ -121,7 +121,7 @@ def test_only_a_version_that_is_held_can_be_pinned(scenario: Scenario) -> None:
     scenario.publish("trainer/0", 5, complete=False)
     for version in (5, 9):
         assert direct(scenario, m.Pin, version) == ["refused UsageError"]
-    assert "version 9 cannot be pinned because nobody holds it; held: [1, 2]" in scenario.logged[-1]
+    assert "version 9 cannot be pinned because no worker holds it; held: [1, 2]" in scenario.logged[-1]
     assert directive(scenario) == NO_DIRECTIVE
 
 

@@ -190,7 +190,7 @@ def test_a_stranger_reads_nothing(trainer: tuple[str, Client], transport: str) -
         for ticket in (None, _ticket(OTHER, source, shard, soon), _ticket(KEYS, source, other, soon)):
             link = mine.connect(endpoint, deadline=time.monotonic() + 10)
             link.ticket = ticket
-            with pytest.raises(NotServable, match="lets nobody read without a lease of its hub"):
+            with pytest.raises(NotServable, match="admits no reader without a lease of its hub"):
                 link.open(shard, 1 << 40, deadline=time.monotonic() + 10)
             link.close()
         expired = Claim(hub, "stranger/0", 0.001)

@@ -338,7 +338,7 @@ class ReaderConnection:
             refusal = self._gate.refusal(request.key, claim, proof, self._channel.nonce, time.monotonic())
         if refusal is not None:
             self._warn("%s may not read %s: %s", self._channel.peer, request.key, refusal)
-            raise NotServable(f"the source lets nobody read without a lease of its hub: {refusal}")
+            raise NotServable(f"the source admits no reader without a lease of its hub: {refusal}")
         self._lease = claim.reader if claim is not None else ""
         return find_offer(self._shelf, request.key, request.as_of, self._check_reader)
 
