@@ -43,13 +43,15 @@ from vllm.distributed.weight_transfer.base import (
     materialize_full_tensor,
 )
 
-from tensorhub_plugins.core import LATEST, Client, TensorHubError, UsageError, contiguous_spec, settle_host, version_of
+from tensorhub_plugins.core import LATEST, Client, Publisher, TensorHubError, UsageError, settle_host
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.config import WorkerConfig, configure, is_further_rank
 from tensorhub_plugins.vllm.plugin import register
 from tensorhub_plugins.vllm.worker import cpu
 from tensorhub_plugins.vllm.worker.extension import extend, join
 from tensorhub_plugins.vllm.worker.updater import Updater, time_of_update
+
+TIMEOUT_S = 600.0  # of one publish
 
 
 @dataclass
@@ -144,12 +146,10 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
 
     init_info_cls = TensorHubTrainerInitInfo
 
-    def __init__(self, *, store: Client | None, linger_s: float, **others: Any) -> None:
+    def __init__(self, *, publisher: Publisher | None, linger_s: float, **others: Any) -> None:
         super().__init__(**others)
-        self._store = store
+        self._publisher, self._linger_s = publisher, linger_s
         self._step = 0  # the last one published
-        self._attempt: int | None = None  # None: it begins with the first version
-        self._linger_s = linger_s
 
     @classmethod
     def trainer_init(
@@ -157,18 +157,21 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
     ) -> TensorHubTrainerEngine:
         if source is None:
             raise UsageError("give the trainer's weights: source=CheckpointSource(model)")
-        store = None
+        publisher = None
         if init_info.is_sender:
             names: dict[str, Any] = {"run": init_info.run, "model": init_info.model}
             store = Client(init_info.hub, replica=init_info.replica, **{**names, **init_info.client})
+            publisher = Publisher(
+                store, rank=0, ranks=1, worker=init_info.replica, keep=1, timeout_s=TIMEOUT_S, begins=True
+            )
             client.init_weight_transfer_engine({"hub": init_info.hub, **names, **init_info.engine})
-        return cls(
-            store=store, linger_s=init_info.linger_s, client=client, source=source, is_sender=init_info.is_sender
-        )
+        linger_s, is_sender = init_info.linger_s, init_info.is_sender
+        return cls(publisher=publisher, linger_s=linger_s, client=client, source=source, is_sender=is_sender)
 
     def begin(self, step: int = 0) -> None:
         """Continue from this step: a run that resumes, or is rolled back. What was published above it is superseded."""
-        self._attempt = 0 if self._store is None else self._store.begin(step)
+        if self._publisher is not None:
+            self._publisher.begin(step)
         self._step = step
 
     def send_weights(self, version: int | None = None) -> None:
@@ -176,51 +179,42 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
 
         One that is refused does not count; one that the engines did not take does, and they may yet. The first one
         begins an attempt: what the trainer published from that step on, before it was started again, is superseded."""
-        step = self._step + 1 if version is None else number_of(version)
-        if self._attempt is None:
-            self.begin(step - 1)
-        version = version_of(self._attempt or 0, step)
-        if self._store is None:
+        before, self._step = self._step, self._step + 1 if version is None else number_of(version)
+        if self._publisher is None:
             for _ in _items(self.source):  # the ranks that hold parts of a tensor gather it together
                 pass
-            self._step = step
             return
+        try:
+            self._publisher.publish(self._step, self._whole())
+        except UsageError:  # nothing was offered; after any other error it may have been seen, and never changes
+            self._step = before
+            raise
+        number = self._publisher.version(self._step)
+        self.client.start_weight_update()
+        self.client.update_weights({"version": number})
+        self.client.finish_weight_update(str(number))
+
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the source's tensors; raise UsageError if it lacks one that it declares."""
         found = self.source.metadata
-        declared = list(found() if callable(found) else found)
-        lacking = {meta.name for meta in declared}
-        slab = self._store.allocate(contiguous_spec(meta.name, meta.dtype, meta.shape) for meta in declared)
+        lacking = {meta.name for meta in (found() if callable(found) else found)}
         for name, tensor in _items(self.source):
-            slab.write(name, tensor.detach())
+            yield name, tensor
             lacking.discard(name)
         if lacking:
             raise UsageError(
                 f"the source declares {min(lacking)}, and {len(lacking) - 1} more, that rank 0 got nothing of: rank 0 "
                 "publishes, so give it a source that it owns all parameters of, such as CheckpointSource(model)"
             )
-        before, self._step = self._step, step
-        try:
-            self._store.publish(version, slab, strict=True)
-        except UsageError:  # nothing was offered; after any other error it may have been seen, and never changes
-            self._step = before
-            raise
-        self._keep(self._store, 2)  # engines that take none for long need no older ones than the last
-        self.client.start_weight_update()
-        self.client.update_weights({"version": version})
-        self.client.finish_weight_update(str(version))
-        self._keep(self._store, 1)
 
     def shutdown(self) -> None:
         """Leave the store, once another worker holds the last version (or `linger_s` is over)."""
-        if self._store is None:
+        if self._publisher is None:
             return
         with suppress(TensorHubError):
-            self._store.versions()  # without a hub nothing finds another worker
-            self._store.hand_over(self._linger_s)
-        self._store.close()
-
-    def _keep(self, store: Client, newest: int) -> None:
-        for key in store.serving()[:-newest]:
-            store.unpublish(key.version)
+            self._publisher.client.versions()  # without a hub nothing finds another worker
+            self._publisher.client.hand_over(self._linger_s)
+        self._publisher.close()
 
 
 class CheckpointSource(WeightSource):

@@ -29,7 +29,12 @@ from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol import reach
 from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive
 from tensorhub_plugins.core.transfer import events
-from tensorhub_plugins.core.transfer.limits import TransferLimits
+from tensorhub_plugins.core.transfer.limits import (
+    BACKOFF_FIRST_S,
+    RATES_CHECKED_S,
+    WINDOW_HERE_SEGMENTS,
+    TransferLimits,
+)
 from tensorhub_plugins.core.transfer.sharing import Assign, Leave, Shard, Source, plan, reason_for_more
 from tensorhub_plugins.core.types import FAR, HOST, Location, ShardKey, distance
 
@@ -126,7 +131,7 @@ class Replication:
             self._retries += 1
             self._ask(now)
         reading = any(state.sources for state in self.shards.values())
-        self._look_at = now + self.limits.look_s if reading else None
+        self._look_at = now + RATES_CHECKED_S if reading else None
 
     def next_deadline(self) -> float:
         """Return when the next Tick is due."""
@@ -201,7 +206,7 @@ class Replication:
                 continue
             away = distance(self.location, grant.location)
             limits = self.limits
-            first = limits.window_here_segments if away == HOST else limits.window_first_segments
+            first = WINDOW_HERE_SEGMENTS if away == HOST else limits.window_first_segments
             source = Source(limits, grant, request_id, now, away == FAR, first, away != HOST)
             source.expects_deltas = state.has_bases and source.is_elsewhere
             state.sources[grant.session] = source
@@ -502,4 +507,4 @@ def backoff_s(retries: int, limits: TransferLimits) -> float:
     """Return the wait before the next request after so many without progress: the first retry is immediate."""
     if not retries:
         return 0.0
-    return min(limits.backoff_max_s, limits.backoff_first_s * 2.0 ** min(retries - 1, 16))
+    return min(limits.backoff_max_s, BACKOFF_FIRST_S * 2.0 ** min(retries - 1, 16))

@@ -20,7 +20,14 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.transfer.limits import TransferLimits
+from tensorhub_plugins.core.transfer.limits import (
+    RATE_S,
+    SLOW_RATE,
+    SLOW_SEGMENTS,
+    TAKEOVER_RATIO,
+    TAKEOVER_S,
+    TransferLimits,
+)
 
 PACE_SEGMENTS = 64  # a source of which so many have come within `waits_s` may wait before each of them
 
@@ -94,12 +101,12 @@ class Source:
             return
         self.count += 1
         took = now - self.since
-        if took >= self.limits.rate_s:
+        if took >= RATE_S:
             rate = self.count / took
             self.rate = rate if not self.rate else (self.rate + rate) / 2
             self.best_rate = max(self.best_rate, self.rate)
             self.since, self.count = now, 0
-            self.is_slow = not waited and not self.is_far and self.rate < self.limits.slow_rate * self.best_rate
+            self.is_slow = not waited and not self.is_far and self.rate < SLOW_RATE * self.best_rate
 
     @property
     def window(self) -> int:
@@ -112,7 +119,7 @@ class Source:
     def is_silent(self, now: float, last_at: float) -> bool:
         """Return whether it was silent for longer than a source that is not slow."""
         limits = self.limits
-        due_s = limits.slow_segments / self.rate if self.rate else 0.0
+        due_s = SLOW_SEGMENTS / self.rate if self.rate else 0.0
         return now - last_at > max(limits.slow_far_s if self.is_far else limits.slow_s, due_s)
 
     def rest_s(self, count: int, now: float, last_at: float) -> float:
@@ -242,9 +249,9 @@ def _too_slow(
     if victim.is_far and not silent:
         return None
     for taker in idle:
-        limits, unproven_s = taker.limits, 0.0 if silent or rest_s > taker.limits.waits_s else rest_s
+        unproven_s = 0.0 if silent or rest_s > taker.limits.waits_s else rest_s
         mine_s = len(held[slowest]) / taker.rate if taker.rate else unproven_s
-        if rest_s > limits.takeover_ratio * mine_s + limits.takeover_s:
+        if rest_s > TAKEOVER_RATIO * mine_s + TAKEOVER_S:
             return slowest
     return None
 

@@ -6,6 +6,9 @@ import msgspec
 
 from tensorhub_plugins.core.options import check_numbers
 
+SEND_STALL_S = 60.0  # a reader that receives nothing for so long has lost the connection
+DIAL_S = 10.0  # a reader that has opened an offer over RDMA makes its queue pairs at once
+
 
 class TransportLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the transports, for `Client(transport_limits=...)`. `_s`: seconds; `_max`: a count of connections.
@@ -18,7 +21,6 @@ class TransportLimits(msgspec.Struct, frozen=True, kw_only=True):
     readers_max: int = 256  # each has a thread here; the hub spreads readers long before
     readers_per_peer_max: int = 128  # from one address: no single host takes all slots
     hello_s: float = 10.0  # a peer introduces itself, asks for an offer, and completes a message, at once
-    send_stall_s: float = 60.0  # a reader that receives nothing for so long has lost the connection
     alive_s: float = 0.25  # how often a waiting source sends a sign of life; below what a reader takes for slow
     vanished_s: float = 0.25  # how soon a waiting source notices that its reader has gone
     # shm: the shared copy of adopted memory.
@@ -27,7 +29,6 @@ class TransportLimits(msgspec.Struct, frozen=True, kw_only=True):
     # rdma.
     unreachable_s: float = 60.0  # how long a source that no rail reached is not retried
     idle_at_source_max: int = 128  # half of what a source accepts
-    dial_s: float = 10.0  # a reader that has opened an offer makes its queue pairs at once
 
     def __post_init__(self) -> None:
         check_numbers(self, above_0=("stall_s", "readers_max", "readers_per_peer_max", "alive_s", "vanished_s"))

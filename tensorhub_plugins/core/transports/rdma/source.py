@@ -13,7 +13,7 @@ from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.reach import format_address
-from tensorhub_plugins.core.transports.limits import TransportLimits
+from tensorhub_plugins.core.transports.limits import DIAL_S, TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.rdma import messages as m
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
@@ -65,7 +65,7 @@ class RdmaSource(SourceBackend):
         with self._guard:
             self._idle.pop(channel, None)
         channel.send_message(m.Rails([nic.port.link_layer for nic in self._nics], memory, ring is not None), deadline)
-        dial_by = min(deadline, time.monotonic() + self._limits.dial_s)
+        dial_by = min(deadline, time.monotonic() + DIAL_S)
         dial = channel.receive_message(m.dial_decoder, m.DIAL_SIZE_BYTES_MAX, dial_by)
         if dial.rails:
             with self._guard:

@@ -21,7 +21,7 @@ from tensorhub_plugins.core.process import close_in_children
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.transports.interface import NotServable, Shelf, find_offer
-from tensorhub_plugins.core.transports.limits import TransportLimits
+from tensorhub_plugins.core.transports.limits import SEND_STALL_S, TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.stream import messages as m
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent, Stranger
@@ -156,7 +156,7 @@ class StreamServer:
     def _begin(self, sock: socket.socket) -> None:
         try:
             peer = self._backend.accept_peer(sock)
-            channel = self._backend.channel(sock, peer, self._limits.send_stall_s)
+            channel = self._backend.channel(sock, peer, SEND_STALL_S)
         except (OSError, ProtocolError) as error:
             self._warn("refused a connection: %s", error)
             sock.close()
@@ -286,7 +286,7 @@ class ReaderConnection:
         return request
 
     def _answer(self, request: m.StreamRequest) -> None:
-        deadline = time.monotonic() + self._limits.send_stall_s
+        deadline = time.monotonic() + SEND_STALL_S
         match request:
             case m.StreamOpen():
                 self._open(request, deadline)
