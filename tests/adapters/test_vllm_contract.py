@@ -117,7 +117,7 @@ def test_a_bias_that_is_used_under_another_name_may_come_twice(accepted: Contrac
         accepted.check(given)
 
 
-def box(view: torch.Tensor) -> contract.Box:
+def box(view: torch.Tensor) -> contract.Strided:
     return view.storage_offset(), tuple(view.shape), tuple(view.stride())
 
 

@@ -32,11 +32,11 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.worker import draft, online
 from tensorhub_plugins.vllm.worker.fingerprint import ends_of, parallel_ranks
 from tensorhub_plugins.vllm.worker.plan import (
-    Box,
     Piece,
     Plan,
     Region,
     Shapes,
+    Strided,
     filled,
     is_view,
     layer_of,
@@ -264,9 +264,9 @@ class Place:
     size: int  # elements of its storage that it spans
     live: torch.Tensor | None  # the tensor that the model computes with
     must_be_filled: bool = True  # not a buffer, which a model may compute by itself
-    boxes: set[Box] = field(default_factory=set)
-    pieces: dict[Box, Piece] = field(default_factory=dict)  # the last piece written there
-    constants: set[Box] = field(default_factory=set)  # set to a number from no tensor, such as padding
+    boxes: set[Strided] = field(default_factory=set)
+    pieces: dict[Strided, Piece] = field(default_factory=dict)  # the last piece written there
+    constants: set[Strided] = field(default_factory=set)  # set to a number from no tensor, such as padding
     is_made: bool = False  # something else than a piece of a tensor was written
     is_contiguous: bool = True
 
@@ -310,8 +310,8 @@ class _Recorder(TorchDispatchMode):
         self._current = ""  # the tensor that the loaders asked for last
         self._number_was_read = False  # a number of it was read: constants written from now on may be that number
         self._tensors: Mapping[str, torch.Tensor] = {}
-        self._taken: dict[str, set[Box]] = {}  # by tensor, counted from its own beginning
-        self._writers: dict[tuple[int, Box], set[str]] = {}  # by live parameter and box: tensors that fill it alone
+        self._taken: dict[str, set[Strided]] = {}  # by tensor, counted from its own beginning
+        self._writers: dict[tuple[int, Strided], set[str]] = {}  # by live parameter and box: tensors that fill it alone
 
     def watched(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors to the loaders. They may share one storage, and a loader may ask for all of them first."""
@@ -394,14 +394,14 @@ class _Recorder(TorchDispatchMode):
         box = self._box_in(tensor, whole) or (0, tuple(whole.shape), tuple(whole.stride()))
         self._taken.setdefault(name, set()).add(box)
 
-    def _box_in(self, tensor: torch.Tensor, whole: torch.Tensor) -> Box | None:
+    def _box_in(self, tensor: torch.Tensor, whole: torch.Tensor) -> Strided | None:
         """Return the box of a view within a given tensor; None if its elements are of another size."""
         if tensor.element_size() != whole.element_size():
             return None
         start = (_where(tensor)[1] - _where(whole)[1]) // whole.element_size()
         return start, tuple(tensor.shape), tuple(tensor.stride())
 
-    def _piece(self, func: Any, place: Place, box: Box, target: torch.Tensor, read: list[torch.Tensor]) -> None:
+    def _piece(self, func: Any, place: Place, box: Strided, target: torch.Tensor, read: list[torch.Tensor]) -> None:
         """Record what this writes there, as far as a copy can repeat it."""
         if func is torch.ops.aten.copy_.default and len(read) == 1:
             name = self._given_at(read[0])

@@ -43,13 +43,13 @@ from tensorhub_plugins.vllm.worker.contract import some
 from tensorhub_plugins.vllm.worker.hidden import walk
 from tensorhub_plugins.vllm.worker.partial import NotEnough as NotEnough
 from tensorhub_plugins.vllm.worker.plan import (
-    Box,
     Given,
     Held,
     Piece,
     Plan,
     Region,
     Shapes,
+    Strided,
     in_order,
     layer_of,
     place_in,
@@ -66,7 +66,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # target and source of a copy
 _Lies = tuple[Region, tuple[int, ...]]  # a region, and the strides of its tensor
-_Place = tuple[str, Box, int, Box | None]  # target, box in it, index of the held region, box in that (None: all of it)
+_Place = tuple[
+    str, Strided, int, Strided | None
+]  # target, box in it, index of the held region, box in that (None: all of it)
 
 
 @dataclass(frozen=True)
@@ -328,7 +330,7 @@ class _Pieces:
 
     def __init__(self, model: torch.nn.Module, plan: Plan | None, process: frozenset[str]) -> None:
         self._live, self._places = weights.by_name(model), None if plan is None else Places(plan, process)
-        self._boxes: dict[int, list[Box]] = {}  # by address: tied parameters have several names
+        self._boxes: dict[int, list[Strided]] = {}  # by address: tied parameters have several names
         left = Counter({name: tensor.numel() for name, tensor in self._live.items()})
         copied = [] if plan is None else [piece for piece in plan.pieces if layer_of(piece.target) not in process]
         for piece in copied:

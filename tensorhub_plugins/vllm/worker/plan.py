@@ -22,7 +22,7 @@ import torch
 
 from tensorhub_plugins.core import Fetched, Part, TensorSpec, TensorTable, common_box
 
-Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, shape, strides, in elements
+Strided = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, shape, strides, in elements
 Shapes = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 REGIONS_MAX = 64  # of one tensor: no known model takes more than six, and every copy searches them
@@ -55,7 +55,7 @@ class Region(NamedTuple):
         """Return [start, stop) on each axis."""
         return tuple(zip(self.start, self.ends, strict=True))
 
-    def box_in(self, whole: Sequence[int]) -> Box:
+    def box_in(self, whole: Sequence[int]) -> Strided:
         """Return it as a view of a contiguous tensor of this shape."""
         steps = contiguous_strides(whole)
         return sum(start * step for start, step in zip(self.start, steps, strict=True)), self.shape, steps
@@ -78,9 +78,9 @@ class Piece(NamedTuple):
     Both boxes have one shape; their offsets count from the beginning of the tensor."""
 
     source: str
-    taken: Box
+    taken: Strided
     target: str
-    written: Box
+    written: Strided
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def whole_region(shape: Sequence[int]) -> Region:
     return Region((0,) * len(shape), tuple(shape))
 
 
-def regions_of(boxes: Iterable[Box], whole: Sequence[int]) -> tuple[Region, ...]:
+def regions_of(boxes: Iterable[Strided], whole: Sequence[int]) -> tuple[Region, ...]:
     """Return the fewest regions of a contiguous tensor of this shape that hold exactly these views of it; for more than
     REGIONS_MAX, the smallest one around all.
 
@@ -228,13 +228,13 @@ def apart(regions: Sequence[Region]) -> tuple[Region, ...]:
     return tuple(sorted(found))
 
 
-def _around(box: Box, whole: tuple[int, ...]) -> Region:
+def _around(box: Strided, whole: tuple[int, ...]) -> Region:
     """Return the smallest region that contains a view."""
     first, last = _corners(box, whole)
     return Region(tuple(first), tuple(b - a + 1 for a, b in zip(first, last, strict=True)))
 
 
-def _corners(box: Box, whole: tuple[int, ...]) -> tuple[list[int], list[int]]:
+def _corners(box: Strided, whole: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """Return the first and last index on each axis of the whole."""
     offset, shape, strides = box
     steps = contiguous_strides(whole)
@@ -326,7 +326,7 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
-def view_in(held: Sequence[Held], whole: Sequence[int], box: Box) -> torch.Tensor:
+def view_in(held: Sequence[Held], whole: Sequence[int], box: Strided) -> torch.Tensor:
     """Return this view of a contiguous tensor of this shape, which lies within one of its held regions."""
     index, place = place_in(held, whole, box)
     return view(in_order(held[index], whole), place)
@@ -337,7 +337,7 @@ def in_order(held: Held, whole: Sequence[int]) -> torch.Tensor:
     return held.tensor.contiguous() if held.region.shape == tuple(whole) else held.tensor
 
 
-def place_in(held: Sequence[Held], whole: Sequence[int], box: Box) -> tuple[int, Box]:
+def place_in(held: Sequence[Held], whole: Sequence[int], box: Strided) -> tuple[int, Strided]:
     """Return the index of the held region that contains such a view, and its box in that region's tensor."""
     if held[0].region.shape == tuple(whole):
         return 0, box
@@ -348,7 +348,7 @@ def place_in(held: Sequence[Held], whole: Sequence[int], box: Box) -> tuple[int,
     raise ValueError(f"box {box} of a tensor {whole} is not within {[each.region for each in held]}")
 
 
-def within(held: Sequence[Held], whole: Sequence[int], box: Box) -> Iterator[Held]:
+def within(held: Sequence[Held], whole: Sequence[int], box: Strided) -> Iterator[Held]:
     """Yield the parts of held regions that lie in the smallest region around this view of a tensor of this shape."""
     around = _around(box, tuple(whole))
     for region, tensor in held:
@@ -359,13 +359,13 @@ def within(held: Sequence[Held], whole: Sequence[int], box: Box) -> Iterator[Hel
             yield Held(part, Region(here, part.shape).of(tensor))
 
 
-def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def view(tensor: torch.Tensor, box: Strided) -> torch.Tensor:
     """Return this box of a contiguous tensor."""
     offset, shape, strides = box
     return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
-def _within(box: Box, whole: tuple[int, ...], region: Region, mine: tuple[int, ...]) -> Box:
+def _within(box: Strided, whole: tuple[int, ...], region: Region, mine: tuple[int, ...]) -> Strided:
     """Return the box of a view of the whole in the tensor of a region, which has these strides."""
     offset, shape, strides = box
     steps = contiguous_strides(whole)
@@ -396,7 +396,7 @@ def is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def filled(size: int, boxes: Iterable[Box]) -> int:
+def filled(size: int, boxes: Iterable[Strided]) -> int:
     """Return how many of so many elements lie in at least one of the boxes."""
     boxes = set(boxes)
     spans = sorted((offset, offset + torch.Size(shape).numel()) for offset, shape, step in boxes if is_run(shape, step))
