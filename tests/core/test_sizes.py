@@ -20,7 +20,7 @@ CEILINGS = {
     "core/operations": 1_820,
     "core/protocol": 1_193,
     "core/security": 720,
-    "core/transfer": 1_880,
+    "core/transfer": 1_890,
     "core/transports": 7_085,
     "openrlhf": 2_580,
     "verl": 4_252,

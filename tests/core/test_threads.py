@@ -12,6 +12,8 @@ from tensorhub_plugins.core import resources, threads
 class _Dead(threads.Thread):
     """It dies before its first line, as in a process without memory."""
 
+    wait_s = 0.01
+
     def _bootstrap(self) -> None:
         pass
 
@@ -19,6 +21,7 @@ class _Dead(threads.Thread):
 class _Late(threads.Thread):
     """It comes to its first line when it is let."""
 
+    wait_s = 0.01
     let = threading.Event()
     ended = threading.Event()
 
@@ -28,8 +31,7 @@ class _Late(threads.Thread):
         self.ended.set()
 
 
-def test_a_thread_that_dies_before_its_first_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "WAIT_S", 0.01)
+def test_a_thread_that_dies_before_its_first_line_is_refused() -> None:
     with pytest.raises(RuntimeError, match="can't start new thread") as refused:
         _Dead(target=pytest.fail).start()
     lack = resources.refusal(refused.value)
@@ -37,8 +39,7 @@ def test_a_thread_that_dies_before_its_first_line_is_refused(monkeypatch: pytest
     assert "memory" in lack.message
 
 
-def test_what_start_has_given_up_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "WAIT_S", 0.01)
+def test_what_start_has_refused_never_runs() -> None:
     ran: list[int] = []
     thread = _Late(target=ran.append, args=(1,))
     with pytest.raises(RuntimeError):
