@@ -57,7 +57,6 @@ from tensorhub_plugins.core.types import (
 )
 
 if TYPE_CHECKING:
-    from tensorhub_plugins.core.capturing import gate
     from tensorhub_plugins.core.client.arguments import PREEMPTIBLE_VARIABLE, here
     from tensorhub_plugins.core.client.client import Client
     from tensorhub_plugins.core.client.fsdp1 import fsdp1_parts, fsdp1_problem, is_fsdp1
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.client.reports import Fetched, PublishReport, UnpublishReport
     from tensorhub_plugins.core.device import on_host, settle_host, synchronize
     from tensorhub_plugins.core.drivers import release_cached_memory
+    from tensorhub_plugins.core.graph_capture import gate
     from tensorhub_plugins.core.hub.limits import HubLimits
     from tensorhub_plugins.core.hub.server import Server, start_server
     from tensorhub_plugins.core.memory.adoption import forget_live_memory

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from tensorhub_plugins.core import libcuda
-from tensorhub_plugins.core.capturing import gate
+from tensorhub_plugins.core.graph_capture import gate
 from tensorhub_plugins.core.kernels.launch import Computation
 
 _cuda: Any = torch.cuda  # much of it has no types

@@ -24,7 +24,7 @@ from typing import TypeAlias, TypeVar
 from tensorhub_plugins.core import log, run_log
 from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, ResourceRefused, TensorHubError
 from tensorhub_plugins.core.machine import pids_max
-from tensorhub_plugins.core.process import limits_of, raise_files_max
+from tensorhub_plugins.core.process_lifetime import limits_of, raise_files_max
 from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.types import RECENT_S
 

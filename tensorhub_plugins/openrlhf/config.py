@@ -53,7 +53,7 @@ STEPS = ("logger.logging_steps", "ckpt.save_steps", "eval.steps")  # OpenRLHF do
 
 
 class Options(TrainingOptions, frozen=True, kw_only=True):
-    prompts_per_engine: int | None = None  # given to one at a time; None: twice what its vLLM runs at once (work.py)
+    prompts_per_engine: int | None = None  # given to one at a time; None: twice what its vLLM runs (prompt_queue.py)
     parts: bool = True  # with ZeRO-3 each rank publishes the part that it holds, see parts.py; False: it gathers all
 
 

@@ -2,7 +2,7 @@
 
 One that was started again fetches the version to run, and only then answers; one that joins a run starts from a peer's
 weights. Prompts it was working on are asked elsewhere meanwhile (routing.py). One that has to leave gives them back, in
-partial rollout with all tokens there are (journal.py).
+partial rollout with all tokens there are (partial_answers.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from tensorhub_plugins.core import run_log
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.openrlhf import config, journal
-from tensorhub_plugins.openrlhf.journal import Call, GivenBack, Journal, Journals, Leaving
+from tensorhub_plugins.openrlhf import config, partial_answers
+from tensorhub_plugins.openrlhf.partial_answers import Call, GivenBack, Journal, Journals, Leaving
 from tensorhub_plugins.openrlhf.versions import Versioned, came_from
 from tensorhub_plugins.vllm.config import FollowConfig
 from tensorhub_plugins.vllm.engine import compiled
@@ -118,7 +118,7 @@ class TensorHubEngine(_Stock):
 
     async def _samples(self, kept: Journals | None, count: int, **kwargs: Any) -> list[dict[str, Any]] | GivenBack:
         """Return the samples, or what there is of them. kept: where that is noted for the engine that may go on."""
-        journal.of_prompt.set(kept)
+        partial_answers.of_prompt.set(kept)
         tasks = [asyncio.ensure_future(self.executor.execute(llm_engine=self, **kwargs)) for _ in range(count)]
         try:
             return list(await asyncio.gather(*tasks))
@@ -129,9 +129,9 @@ class TensorHubEngine(_Stock):
             return GivenBack(None if kept is None else kept.all)
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
-        own = journal.of_sample()
+        own = partial_answers.of_sample()
         before = None if own is None else own.find(prompt_token_ids)
-        rest = None if before is None or before.is_whole else journal.rest_of(sampling_params, before)
+        rest = None if before is None or before.is_whole else partial_answers.rest_of(sampling_params, before)
         if before is not None and rest is None:
             assert own is not None
             came_from(*before.versions)
@@ -145,7 +145,7 @@ class TensorHubEngine(_Stock):
             asked = [*prompt_token_ids, *before.output.token_ids]
             call, is_whole = await self._ask(asked, rest, multi_modal_data)
             versions = (*before.versions, *call.versions)
-            call = Call(before.prompt, journal.joined(before, call.output), versions, is_whole)
+            call = Call(before.prompt, partial_answers.joined(before, call.output), versions, is_whole)
         if own is not None:
             own.note(call)
         if not is_whole:

@@ -16,10 +16,10 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, VersionRefused, record, work
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
-from tensorhub_plugins.vllm.ray import figures
+from tensorhub_plugins.vllm.ray import replica_metrics
+from tensorhub_plugins.vllm.ray.actor_handles import DEAD, ENDED
 from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
-from tensorhub_plugins.vllm.ray.handles import DEAD, ENDED
 from tensorhub_plugins.vllm.ray.members import Failure, Member, Members
 
 logger = get_logger(__name__)
@@ -67,7 +67,7 @@ class Engines:
             if live and self.has_begun:
                 return live
             if is_stuck:
-                raise VersionRefused(figures.why_stuck({one.called: one.refusal for one in refusing}))
+                raise VersionRefused(replica_metrics.why_stuck({one.called: one.refusal for one in refusing}))
             dead = [self._errors[member.name] for member in there if member.is_gone]
             is_last = len(dead) == len(members) and not self.has_fleet  # which would start others
             if dead and (is_last or not self.has_begun):
@@ -166,7 +166,7 @@ class Engines:
         """Return how they do, for the trainer's log: under the names that verl's log has, too. published: what is
         newest."""
         with self.lock:
-            return figures.of_members(self.table, config.TRAINER, published=published, now=time.monotonic())
+            return replica_metrics.of_members(self.table, config.TRAINER, published=published, now=time.monotonic())
 
     # --- the fleet ----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.vllm.model_facts import facts_of
-from tensorhub_plugins.vllm.ray import room
+from tensorhub_plugins.vllm.ray import placement
 
 logger = get_logger(__name__)
 
@@ -53,7 +53,7 @@ class EngineLauncher:
 
     def slots(self, avoid: Collection[str]) -> int:
         vacant = 0 if avoid else len(self.vacant)  # where they are is not known, see `_place`
-        return vacant + room.slots(self.bundles, avoid=avoid, same_node=False)
+        return vacant + placement.slots(self.bundles, avoid=avoid, same_node=False)
 
     async def start(self, name: str, rank: int, avoid: Collection[str], spare: bool = False) -> Any:
         self.places[name] = strategy, indices = await self._place(name, avoid)  # first: it is counted on
@@ -104,9 +104,9 @@ class EngineLauncher:
     async def _place(self, name: str, avoid: Collection[str]) -> Place:
         if self.vacant and not avoid:
             return self.vacant.pop(0)
-        if not await asyncio.to_thread(room.slots, self.bundles, avoid=avoid, same_node=False):
+        if not await asyncio.to_thread(placement.slots, self.bundles, avoid=avoid, same_node=False):
             raise UsageError(f"there is no room: an engine needs {len(self.bundles)} free GPUs, and as many CPUs")
-        group = await asyncio.to_thread(room.reserve, f"{GROUP}{name}", self.bundles, avoid=avoid)
+        group = await asyncio.to_thread(placement.reserve, f"{GROUP}{name}", self.bundles, avoid=avoid)
         indices = None
         if len(self.bundles) > 1:
             utils = await asyncio.to_thread(import_module, "openrlhf.trainer.ray.utils")

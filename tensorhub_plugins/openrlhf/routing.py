@@ -1,7 +1,7 @@
 """OpenRLHF's SamplesGenerator over engines that may come and go, each at a version of its own.
 
-A batch is handed out as answers come (work.py). When an engine is lost in the middle, its prompts are asked again
-elsewhere at once, and Ray starts the engine again meanwhile. Without partial rollout a batch is answered from the
+A batch is handed out as answers come (prompt_queue.py). When an engine is lost in the middle, its prompts are asked
+again elsewhere at once, and Ray starts the engine again meanwhile. Without partial rollout a batch is answered from the
 newest version there is when it begins, or a later one: as fresh as OpenRLHF's own lock makes it, without the lock. If
 operators have pinned a version, then from that one, except in sync training, which must be on policy. A version that
 all engines refuse ends the run with their reason, unless what is asked may come from the one before. An evaluation
@@ -24,9 +24,9 @@ from tensorhub_plugins.core import NotPublished, TensorHubError, VersionGone, Ve
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.health import LOST, Engines
-from tensorhub_plugins.openrlhf.journal import GivenBack
+from tensorhub_plugins.openrlhf.partial_answers import GivenBack
+from tensorhub_plugins.openrlhf.prompt_queue import Place, Prompt, Work
 from tensorhub_plugins.openrlhf.versions import with_logs
-from tensorhub_plugins.openrlhf.work import Place, Prompt, Work
 from tensorhub_plugins.vllm.engine.follower import bounded
 from tensorhub_plugins.vllm.ray.config import connect
 from tensorhub_plugins.vllm.ray.members import Member

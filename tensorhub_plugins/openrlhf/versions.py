@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tensorhub_plugins.core import step_of
-from tensorhub_plugins.openrlhf import journal
+from tensorhub_plugins.openrlhf import partial_answers
 
 FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
 
@@ -32,7 +32,7 @@ class Versioned:
 
     async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         versions: list[int] = []
-        journals = journal.of_prompt.get()
+        journals = partial_answers.of_prompt.get()
         if journals is not None:
             journals.begin()
         _of_sample.set(versions)  # every sample is made in a task of its own, and a task has its own context

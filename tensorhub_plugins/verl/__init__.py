@@ -11,7 +11,7 @@ The trainer must be one whose engines have GPUs of their own (checks.py). Option
 from __future__ import annotations
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.verl import driver, routing, steps
+from tensorhub_plugins.verl import driver, routing, trainer_hooks
 from tensorhub_plugins.verl.config import ROLLOUT, TESTED_VERL
 
 
@@ -25,7 +25,7 @@ def register() -> None:
     RolloutReplicaRegistry.register(ROLLOUT, _replica)
     _ROLLOUT_REGISTRY[(ROLLOUT, "async")] = "verl.workers.rollout.vllm_rollout.ServerAdapter"
     driver.look_at_configuration()
-    steps.watch()
+    trainer_hooks.watch()
     routing.watch_client()
 
 

@@ -20,12 +20,12 @@ from ray.exceptions import RayError
 
 from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.verl import checks, external, hub, placeholder
+from tensorhub_plugins.verl import checks, external, gpu_reservation, hub
 from tensorhub_plugins.verl.config import BACKEND, ROLLOUT, Options
 from tensorhub_plugins.verl.trainer import replica_name
 from tensorhub_plugins.verl.versions import reported_as
 from tensorhub_plugins.vllm import drafts
-from tensorhub_plugins.vllm.ray import room
+from tensorhub_plugins.vllm.ray import placement
 
 logger = get_logger(__name__)
 
@@ -81,7 +81,7 @@ class VerlLauncher:
         prefix = f"{_pool(rank)}verl_group_{'_'.join([str(len(bundles))] * nodes)}"
         try:
             names = [f"{prefix}:{node}" for node in range(nodes)]
-            return room.reserve_all(names, bundles, avoid=avoid, strategy="STRICT_PACK")
+            return placement.reserve_all(names, bundles, avoid=avoid, strategy="STRICT_PACK")
         finally:
             if name in self._unwanted:  # meanwhile: what this returns is not used
                 give_back(name)
@@ -153,7 +153,7 @@ class VerlLauncher:
         await self._limit()
 
     def slots(self, avoid: Collection[str]) -> int:
-        return room.slots(self._bundles(), avoid=avoid) // self._nodes()
+        return placement.slots(self._bundles(), avoid=avoid) // self._nodes()
 
     def _nodes(self) -> int:
         rollout = self._root.actor_rollout_ref.rollout
@@ -207,7 +207,7 @@ def give_back(name: str) -> None:
 
 def is_actor_of(name: str, actor: str) -> bool:
     """Return whether verl gives this name to a server or a worker of this replica, or we to what holds its GPUs."""
-    is_ours = actor.startswith((f"{ROLLOUT}_server_{_rank(name)}_", placeholder.prefix(_rank(name))))
+    is_ours = actor.startswith((f"{ROLLOUT}_server_{_rank(name)}_", gpu_reservation.prefix(_rank(name))))
     return is_ours or replica_name(actor).startswith(f"{name}.")
 
 

@@ -2,7 +2,7 @@
 
 verl's manager moves weights by stopping all replicas, calling all their workers, and starting all again. To it, this
 replica has nothing to stop (abort, release and resume do nothing) and one worker that has nothing to do
-(null_worker.py), so an update ends when the trainer has published. The servers follow by themselves (engine.py).
+(worker_stub.py), so an update ends when the trainer has published. The servers follow by themselves (engine.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from verl.single_controller.ray import RayResourcePool
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-from tensorhub_plugins.verl import checks, null_worker, placeholder
+from tensorhub_plugins.verl import checks, gpu_reservation, worker_stub
 from tensorhub_plugins.verl import config as configuration
 from tensorhub_plugins.verl.engine import SpareServer, TensorHubServer
 from tensorhub_plugins.verl.launcher import COLOCATED, VerlLauncher
@@ -77,7 +77,8 @@ class TensorHubReplica(vLLMReplica):
         self.resource_pool.pgs = self._groups
         places = [(group, index) for group in self._groups for index in range(self.gpus_per_replica_node)]
         self.workers = [
-            placeholder.start(self.replica_rank, number, group, index) for number, (group, index) in enumerate(places)
+            gpu_reservation.start(self.replica_rank, number, group, index)
+            for number, (group, index) in enumerate(places)
         ]
         await self.launch_servers()
 
@@ -95,7 +96,7 @@ class TensorHubReplica(vLLMReplica):
         if self.follows:
             # These workers hold the placement group's GPUs, and are never asked to move weights.
             self._placeholders = self.workers
-            self.workers = [null_worker.start(self._root, self._options.timeout_s, has_router=self._has_router)]
+            self.workers = [worker_stub.start(self._root, self._options.timeout_s, has_router=self._has_router)]
             if self._has_router and self._groups is None:
                 self._start_fleet()
 

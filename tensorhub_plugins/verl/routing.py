@@ -22,14 +22,14 @@ from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalReques
 
 from tensorhub_plugins.core import Deadline, TensorHubError, VersionRefused, record, run_log, version_text, work
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.verl import null_worker
+from tensorhub_plugins.verl import worker_stub
 from tensorhub_plugins.verl.config import TRAINER
-from tensorhub_plugins.verl.load import Load
+from tensorhub_plugins.verl.request_counts import Load
 from tensorhub_plugins.vllm.plugin import wrap
-from tensorhub_plugins.vllm.ray import figures
+from tensorhub_plugins.vllm.ray import replica_metrics
+from tensorhub_plugins.vllm.ray.actor_handles import DEAD, ENDED
 from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
-from tensorhub_plugins.vllm.ray.handles import DEAD, ENDED
 from tensorhub_plugins.vllm.ray.members import JOIN_INTERVAL_S, Failure, Heartbeat, Member, Members
 from tensorhub_plugins.vllm.ray.reporting import Reporter
 
@@ -169,7 +169,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         """Return why no replica will ever answer: all of them refuse the newest version. "": they do, or may."""
         if not self.members.is_stuck(published=self._published):
             return ""
-        return figures.why_stuck({one.called: one.refusal for one in self.members.refusing(self._published)})
+        return replica_metrics.why_stuck({one.called: one.refusal for one in self.members.refusing(self._published)})
 
     async def figures(self, published: int = 0) -> dict[str, float]:
         """Return metrics for the trainer's log. published: its newest version."""
@@ -179,7 +179,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
 
     def _figures(self, published: int | None = None) -> dict[str, float]:
         newest = self._published if published is None else published
-        return figures.of_members(self.members, TRAINER, published=newest, now=time.monotonic())
+        return replica_metrics.of_members(self.members, TRAINER, published=newest, now=time.monotonic())
 
     # The rest of verl's protocol, on the actor's one thread.
 
@@ -299,7 +299,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         if not ray.is_initialized():
             return
         with contextlib.suppress(ValueError):  # the replicas have made none yet
-            ray.get_actor(null_worker.NAME).meet.remote(ray.get_runtime_context().current_actor, self._published)
+            ray.get_actor(worker_stub.NAME).meet.remote(ray.get_runtime_context().current_actor, self._published)
 
     def _take_out(self, member: Member, reason: str) -> None:
         requests = self._load.forget(member.name)

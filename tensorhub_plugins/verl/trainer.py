@@ -33,11 +33,11 @@ from tensorhub_plugins.core import (
     version_of,
 )
 from tensorhub_plugins.core.options import Need
-from tensorhub_plugins.verl import checks, config, hub, loading, null_worker, parts, recovery, steps
+from tensorhub_plugins.verl import checks, config, hub, loading, parts, recovery, trainer_hooks, worker_stub
 from tensorhub_plugins.verl.versions import version_of_step
 from tensorhub_plugins.vllm.lora import CONFIG
+from tensorhub_plugins.vllm.ray.actor_handles import answer
 from tensorhub_plugins.vllm.ray.config import connect, publisher_of
-from tensorhub_plugins.vllm.ray.handles import answer
 from tensorhub_plugins.vllm.ray.hub import unanswered
 
 FIGURES_TIMEOUT_S = 1.0  # the trainer does not wait for what is only shown
@@ -72,7 +72,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return the topology. Runs in the manager's process, which therefore owns the embedded hub."""
         address = hub.ensure(metadata[0]["options"])
-        step: list[Any] = [steps.of_update()] * actor_wg_world_size
+        step: list[Any] = [trainer_hooks.of_update()] * actor_wg_world_size
         return {"address": [address] * actor_wg_world_size, "step": step}, {"address": [address] * rollout_world_size}
 
     def init_process_group(self, address: str, step: int = 0) -> None:
@@ -104,14 +104,14 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         publisher.begin(version_of_step(step) - 1)
         if self.is_master and publisher.attempt and ray.is_initialized():
             with contextlib.suppress(ValueError):  # no replicas that pull
-                began = ray.get_actor(null_worker.NAME).began.remote(publisher.attempt)
+                began = ray.get_actor(worker_stub.NAME).began.remote(publisher.attempt)
                 answer(began, "told the replicas of the new attempt", timeout_s=self.options.timeout_s)
 
     def _ask_figures(self) -> Any:
         """Ask how the replicas that pull do, before the next version; None where verl's manager moves the weights."""
         if self.is_master and ray.is_initialized():  # else Ray would start a cluster, or look for one that is gone
             with contextlib.suppress(ValueError):
-                return ray.get_actor(null_worker.NAME).figures.remote(self._published)
+                return ray.get_actor(worker_stub.NAME).figures.remote(self._published)
         return None
 
     async def _told(self, step: int, metrics: dict[str, float], asked: Any) -> dict[str, float]:

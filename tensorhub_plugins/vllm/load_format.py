@@ -41,7 +41,7 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse
 from tensorhub_plugins.vllm.interrupts import leave_garbage
-from tensorhub_plugins.vllm.worker import addresses, cpu, online, reload
+from tensorhub_plugins.vllm.worker import addresses, cpu, online_quantization, reload
 from tensorhub_plugins.vllm.worker.extension import BEGIN, extend, join, leave
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import OutOfStep, anyone, engine_gather, first_says
@@ -120,7 +120,7 @@ class TensorHubModelLoader(BaseModelLoader):
                     self.load_weights(model, model_config)
                 else:
                     _fill_with_zeros(model)
-                online.finish_first_load(model, model_config)
+                online_quantization.finish_first_load(model, model_config)
             process_weights_after_loading(model, model_config, device)
         return model
 

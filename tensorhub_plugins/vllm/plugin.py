@@ -11,7 +11,7 @@ be called twice. What it registers acts only where a configuration names it:
     either of the two, or worker_extension_cls                 engine/pooling.py; engine/compiled.py
     either of the two                                          time to hand over the last copy when an engine ends
     either of the two                                          interrupts.py: an engine that starts ends at SIGTERM
-    either of the two, or worker_extension_cls                 answers.py
+    either of the two, or worker_extension_cls                 worker_replies.py
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _add_gathered(wrapper: str, classes: list[str], module: Any) -> None:
 
 def _add_draining(multiproc_executor: Any) -> None:
     """Fetch every answer: one that is not fetched is taken for the answer to the next call."""
-    from tensorhub_plugins.vllm.answers import all_fetched
+    from tensorhub_plugins.vllm.worker_replies import all_fetched
 
     all_are = partial(all_fetched, lambda self: _is_ours(self.vllm_config))
     wrap(multiproc_executor.MultiprocExecutor, "collective_rpc", all_are)

@@ -18,10 +18,10 @@ from tensorhub_plugins.core import UsageError, version_of  # noqa: E402
 from tensorhub_plugins.core.options import TrainingOptions  # noqa: E402
 from tensorhub_plugins.vllm.ray import fleet_actor, fleet_cli, policy, preemption  # noqa: E402
 from tensorhub_plugins.vllm.ray import fleet_events as events  # noqa: E402
+from tensorhub_plugins.vllm.ray.actor_handles import opened, sealed  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_actor import FleetActor, address_of  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_starter import Starter  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen, View  # noqa: E402
-from tensorhub_plugins.vllm.ray.handles import opened, sealed  # noqa: E402
 
 
 class Launcher:

@@ -12,9 +12,9 @@ pytest.importorskip("ray")
 from ray.exceptions import RayError  # noqa: E402
 
 from tensorhub_plugins.core import DeadlineExceeded  # noqa: E402
-from tensorhub_plugins.vllm.ray import room  # noqa: E402
+from tensorhub_plugins.vllm.ray import placement  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_events import RESERVE_TIMEOUT_S  # noqa: E402
-from tensorhub_plugins.vllm.ray.room import PART_TIMEOUT_S, SLOTS_MAX, count, needs_a_place, verdict  # noqa: E402
+from tensorhub_plugins.vllm.ray.placement import PART_TIMEOUT_S, SLOTS_MAX, count, needs_a_place, verdict  # noqa: E402
 
 GPU = {"GPU": 1.0, "CPU": 1.0}
 
@@ -47,10 +47,10 @@ class Cluster:
         self.asked: list[tuple[Any, dict[str, Any]]] = []
         self.groups: list[Any] = []  # that wait or hold a node
         self.meanwhile: list[Any] = []  # called between two looks, while there are any
-        monkeypatch.setattr(room, "placement_group", self.ask)
-        monkeypatch.setattr(room, "remove_placement_group", self.remove)
-        monkeypatch.setattr(room, "placement_group_table", self.look)
-        monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr(placement, "placement_group", self.ask)
+        monkeypatch.setattr(placement, "remove_placement_group", self.remove)
+        monkeypatch.setattr(placement, "placement_group_table", self.look)
+        monkeypatch.setattr(placement, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
 
     def ask(self, bundles: Any, **how: Any) -> Any:
         self.asked.append((bundles, how))
@@ -77,17 +77,17 @@ class Cluster:
 
 def test_a_place_is_reserved_on_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, free=2)
-    room.reserve("mine", [GPU, GPU], avoid=("b", "a"))
+    placement.reserve("mine", [GPU, GPU], avoid=("b", "a"))
     elsewhere = [{"ray.io/node-id": "!in(a, b)"}] * 2
     assert cluster.asked == [([GPU, GPU], {"strategy": "PACK", "name": "mine", "bundle_label_selector": elsewhere})]
-    room.reserve("mine too", [GPU])
+    placement.reserve("mine too", [GPU])
     assert cluster.asked[1][1]["bundle_label_selector"] is None and cluster.held() == ["mine", "mine too"]
 
 
 def test_a_place_is_not_waited_for_without_limit_and_not_left_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, free=0)
     with pytest.raises(DeadlineExceeded, match="for mine, somebody else took them"):
-        room.reserve("mine", [GPU])
+        placement.reserve("mine", [GPU])
     assert cluster.now == pytest.approx(RESERVE_TIMEOUT_S, abs=1.0) and cluster.groups == []
 
 
@@ -101,9 +101,9 @@ def test_two_that_hold_a_part_each_do_not_wait_for_each_other(monkeypatch: pytes
             theirs.extend(cluster.ask(bundles, name=f"theirs:{node}") for node in range(2))
         return cluster.ask(bundles, **how)
 
-    monkeypatch.setattr(room, "placement_group", ask)
+    monkeypatch.setattr(placement, "placement_group", ask)
     with pytest.raises(DeadlineExceeded):
-        room.reserve_all(["ours:0", "ours:1"], [GPU])
+        placement.reserve_all(["ours:0", "ours:1"], [GPU])
     assert cluster.now < RESERVE_TIMEOUT_S  # it did not sit on its half for as long as it may wait
     assert cluster.held() == ["theirs:0", "theirs:1"]  # who has both now
 
@@ -111,14 +111,14 @@ def test_two_that_hold_a_part_each_do_not_wait_for_each_other(monkeypatch: pytes
 def test_a_part_is_kept_for_as_long_as_the_rest_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, free=1)
     cluster.meanwhile = [lambda: None, lambda: setattr(cluster, "free", 2)]  # a second later
-    assert [group.name for group in room.reserve_all(["ours:0", "ours:1"], [GPU])] == cluster.held()
+    assert [group.name for group in placement.reserve_all(["ours:0", "ours:1"], [GPU])] == cluster.held()
 
 
 def test_whatever_ends_the_wait_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, free=1)
     cluster.meanwhile = [lambda: (_ for _ in ()).throw(RayError("the head node is lost"))]
     with pytest.raises(RayError):
-        room.reserve_all(["ours:0", "ours:1"], [GPU])
+        placement.reserve_all(["ours:0", "ours:1"], [GPU])
     assert cluster.groups == []
 
 
@@ -126,7 +126,7 @@ def test_what_is_removed_meanwhile_is_not_waited_for(monkeypatch: pytest.MonkeyP
     cluster = Cluster(monkeypatch, free=1)
     cluster.meanwhile = [lambda: cluster.remove(cluster.groups[1])]  # as the fleet does when nobody wants it
     with pytest.raises(DeadlineExceeded):
-        room.reserve_all(["ours:0", "ours:1"], [GPU])
+        placement.reserve_all(["ours:0", "ours:1"], [GPU])
     assert cluster.now < PART_TIMEOUT_S and cluster.groups == []
 
 

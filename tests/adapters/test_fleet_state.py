@@ -18,7 +18,7 @@ from tensorhub_plugins.vllm.ray import fleet_events as ev
 from tensorhub_plugins.vllm.ray import fleet_state
 from tensorhub_plugins.vllm.ray.fleet_state import FleetState, _Member
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
-from tensorhub_plugins.vllm.ray.room import RESERVE_TIMEOUT_S
+from tensorhub_plugins.vllm.ray.placement import RESERVE_TIMEOUT_S
 
 # --- stories ----------------------------------------------------------------------------------------------------------
 

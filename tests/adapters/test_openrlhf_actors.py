@@ -19,7 +19,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2Fo
 from tensorhub_plugins.core import CHECKPOINT, Client, TensorSpec, start_server  # noqa: E402
 from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
 from tensorhub_plugins.openrlhf import engine, parts, recovery, trainer  # noqa: E402
-from tensorhub_plugins.openrlhf.journal import GivenBack  # noqa: E402
+from tensorhub_plugins.openrlhf.partial_answers import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
 from tensorhub_plugins.vllm import checkpoint_names  # noqa: E402
 from tensorhub_plugins.vllm.engine.follower import Status  # noqa: E402

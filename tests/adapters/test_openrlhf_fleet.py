@@ -17,11 +17,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedul
 
 from tensorhub_plugins.core import DeadlineExceeded  # noqa: E402
 from tensorhub_plugins.openrlhf import health  # noqa: E402
-from tensorhub_plugins.openrlhf.journal import GivenBack, Journal  # noqa: E402
+from tensorhub_plugins.openrlhf.partial_answers import GivenBack, Journal  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST  # noqa: E402
 from tensorhub_plugins.vllm.ray import reporting  # noqa: E402
+from tensorhub_plugins.vllm.ray.actor_handles import seal  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen  # noqa: E402
-from tensorhub_plugins.vllm.ray.handles import seal  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
 from tensorhub_plugins.vllm.ray.members import DEATHS_MAX  # noqa: E402
 

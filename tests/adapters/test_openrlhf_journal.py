@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tensorhub_plugins.openrlhf.journal import Call, GivenBack, Journal, joined, rest_of
+from tensorhub_plugins.openrlhf.partial_answers import Call, GivenBack, Journal, joined, rest_of
 
 
 def output(*tokens: int, text: str = "", logprobs: bool = True) -> SimpleNamespace:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tensorhub_plugins.openrlhf.work import QUEUE_FACTOR, Place, Prompt, Work
+from tensorhub_plugins.openrlhf.prompt_queue import QUEUE_FACTOR, Place, Prompt, Work
 
 
 def prompts(count: int, samples: int = 1) -> list[Prompt]:

@@ -13,11 +13,11 @@ pytest.importorskip("ray")
 import ray  # noqa: E402
 import ray.util.metrics  # noqa: E402
 
-from tensorhub_plugins.vllm.ray import figures  # noqa: E402
+from tensorhub_plugins.vllm.ray import replica_metrics  # noqa: E402
 from tensorhub_plugins.vllm.ray.gauges import Gauges, name_of  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-ALONE = "tensorhub/validation_wait/seconds"  # of a dispatcher's own, see null_worker.py and openrlhf/routing.py
+ALONE = "tensorhub/validation_wait/seconds"  # of a dispatcher's own, see worker_stub.py and openrlhf/routing.py
 
 
 class Gauge:
@@ -36,8 +36,8 @@ SET: dict[str, tuple[float, str]] = {}
 
 
 def names() -> set[str]:
-    none: set[str] = set(figures.of_replicas((), lost=0, refused=0, published=0, now=0.0))
-    return none | set(figures.of_updates((), "trainer"))
+    none: set[str] = set(replica_metrics.of_replicas((), lost=0, refused=0, published=0, now=0.0))
+    return none | set(replica_metrics.of_updates((), "trainer"))
 
 
 def test_each_figure_is_a_gauge_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

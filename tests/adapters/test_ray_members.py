@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 pytest.importorskip("vllm", reason="the package beside it needs vLLM")
 
-from tensorhub_plugins.vllm.ray import figures  # noqa: E402
+from tensorhub_plugins.vllm.ray import replica_metrics  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_events import Reported  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_state import FleetState  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Entry  # noqa: E402
@@ -47,7 +47,7 @@ def test_a_spare_is_reported_and_is_none_of_the_replicas():
     before = members.seen(lambda name: 0, now=3).seen
     assert [(one.name, one.spare, one.ready, one.node) for one in before] == [("rollout-2", True, False, "n2")]
     assert [one.name for one in members.able()] == ["a", "b"] and members.behind(9) == members.behind(6)
-    told = figures.of_members(members, "trainer", published=5, now=3)
+    told = replica_metrics.of_members(members, "trainer", published=5, now=3)
     assert (told["tensorhub/replicas/ready"], told["tensorhub/version_lag/max"]) == (2.0, 0.0)
     assert told["tensorhub/replicas/lost"] == told["tensorhub/replicas/refused"] == 0.0
     # When all others refuse a version the run is stuck: what a spare would do is not known.
@@ -60,7 +60,7 @@ def test_a_spare_is_reported_and_is_none_of_the_replicas():
     members.failed("rollout-2", 5, "restarting")
     (ended,) = members.seen(lambda name: 0, now=5).seen
     assert (ended.spare, ended.lost) == (False, "restarting")
-    assert figures.of_members(members, "trainer", published=5, now=5)["tensorhub/replicas/lost"] == 0.0
+    assert replica_metrics.of_members(members, "trainer", published=5, now=5)["tensorhub/replicas/lost"] == 0.0
     # It joins as any other one.
     _hear(members, "rollout-2", 6, version=0, ready=False)
     assert not members.is_stuck(6) and not joined.in_rotation  # it may be able to
@@ -79,7 +79,7 @@ def test_a_spare_that_hangs_while_it_joins_is_ended_and_one_that_still_loads_is_
     assert members.hung(64) == (["rollout-2"] if kind == "spare" else [])
     members.failed("rollout-2", 64, "restarting")
     assert members.hung(1000) == []  # it loads again
-    assert figures.of_members(members, "trainer", published=5, now=64)["tensorhub/replicas/lost"] == 0.0
+    assert replica_metrics.of_members(members, "trainer", published=5, now=64)["tensorhub/replicas/lost"] == 0.0
 
 
 def test_a_silent_replica_is_out_until_it_has_caught_up():
@@ -253,7 +253,7 @@ def test_who_is_behind():
 
 def _lag_and_age(members: Members, now: float, published: int = 0) -> tuple[float, float, float]:
     """The largest and the mean lag, and the oldest age, for the trainer's log."""
-    told = figures.of_replicas(members.able(), lost=0, refused=0, published=published, now=now)
+    told = replica_metrics.of_replicas(members.able(), lost=0, refused=0, published=published, now=now)
     return told["tensorhub/version_lag/max"], told["tensorhub/version_lag/mean"], told["tensorhub/last_pull_age_s"]
 
 

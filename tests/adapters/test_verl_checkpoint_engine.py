@@ -184,13 +184,13 @@ def test_the_step_is_known_before_the_weights_move(monkeypatch, how):
     from verl.checkpoint_engine import base
 
     import tensorhub_plugins.verl
-    from tensorhub_plugins.verl import steps
+    from tensorhub_plugins.verl import trainer_hooks
 
     tensorhub_plugins.verl.register()  # twice is fine
     told = []
 
     def build_process_group(self, rollout):
-        told.append(steps.of_update())
+        told.append(trainer_hooks.of_update())
         raise Prepared
 
     monkeypatch.setattr(base.CheckpointEngineManager, "build_process_group", build_process_group)
@@ -200,7 +200,7 @@ def test_the_step_is_known_before_the_weights_move(monkeypatch, how):
     manager.backend, manager.replicas, manager.actor_wg = "tensorhub", [], None
     updates_of(manager, how)
     assert told == [5]
-    assert steps.of_update() == 0  # and no other update takes it for its own
+    assert trainer_hooks.of_update() == 0  # and no other update takes it for its own
 
 
 @pytest.mark.parametrize(("resumed", "kept"), [(2, [2]), (0, [])])

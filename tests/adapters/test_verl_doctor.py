@@ -513,9 +513,9 @@ def test_the_lines_of_the_readme_are_what_a_node_of_eight_takes(job):
 
 def test_what_workers_refuse_is_refused():
     """By the tables that they go by (vllm/worker); verl itself sets the load format."""
-    from tensorhub_plugins.vllm.worker import addresses, online
+    from tensorhub_plugins.vllm.worker import addresses, online_quantization
 
-    assert not {*online.OPAQUE, "mxfp4"} & set(checks.OF_FLOATS)
+    assert not {*online_quantization.OPAQUE, "mxfp4"} & set(checks.OF_FLOATS)
     ends = {path.rpartition(".")[2] for path in checks.REFUSED_BY_WORKERS}
     assert {path.rpartition(".")[2] for path, *_ in addresses.ELSEWHERE} <= ends | {"load_format"}
 

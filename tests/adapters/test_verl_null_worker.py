@@ -10,7 +10,7 @@ pytest.importorskip("verl", reason="the adapter registers with verl when it is i
 from omegaconf import OmegaConf  # noqa: E402
 
 from tensorhub_plugins.core import VersionRefused, version_of  # noqa: E402
-from tensorhub_plugins.verl.null_worker import NullWorker, Validation, validation_of  # noqa: E402
+from tensorhub_plugins.verl.worker_stub import NullWorker, Validation, validation_of  # noqa: E402
 
 
 def test_when_validation_follows():

@@ -9,7 +9,7 @@ from tensorhub_plugins.core.types import version_of
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
 from tensorhub_plugins.verl import config, versions  # noqa: E402
-from tensorhub_plugins.verl.load import Load  # noqa: E402
+from tensorhub_plugins.verl.request_counts import Load  # noqa: E402
 from tensorhub_plugins.vllm.ray.config import location_of  # noqa: E402
 
 # --- options ----------------------------------------------------------------------------------------------------------

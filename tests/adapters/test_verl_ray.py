@@ -22,11 +22,11 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient  # noqa: E
 from verl.workers.rollout.replica import TokenOutput  # noqa: E402
 from verl_servers import TOKENS, Launched, Launcher, server  # noqa: E402
 
-from tensorhub_plugins.verl import null_worker, placeholder  # noqa: E402
+from tensorhub_plugins.verl import gpu_reservation, worker_stub  # noqa: E402
 from tensorhub_plugins.verl.config import Options  # noqa: E402
 from tensorhub_plugins.verl.launcher import give_back  # noqa: E402
 from tensorhub_plugins.verl.routing import TensorHubRouter  # noqa: E402
-from tensorhub_plugins.vllm.ray import fleet, room  # noqa: E402
+from tensorhub_plugins.vllm.ray import fleet, placement  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 STORY_S = 120
@@ -39,7 +39,7 @@ class Run:
     def __init__(self) -> None:
         self.first = server("rollout-0")
         root = OmegaConf.create({"trainer": {"test_freq": 2, "val_before_train": False, "total_training_steps": 9}})
-        self.null = null_worker.start(root, 30.0)
+        self.null = worker_stub.start(root, 30.0)
         ray.get(self.null.figures.remote())
         self.router = ray.remote(TensorHubRouter).remote({"10.0.0.1:80": self.first}, {})
         self.actor = fleet.start(Launcher(), Options())
@@ -119,8 +119,8 @@ def test_a_joiners_gpus_are_held_by_what_imports_nothing(monkeypatch: pytest.Mon
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(num_cpus=8, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
-        group = room.reserve("rollout_pool_3verl_group_2:0", [{"CPU": 2, "GPU": 1}] * 2, strategy="STRICT_PACK")
-        places = [placeholder.start(3, number, group, number) for number in range(2)]
+        group = placement.reserve("rollout_pool_3verl_group_2:0", [{"CPU": 2, "GPU": 1}] * 2, strategy="STRICT_PACK")
+        places = [gpu_reservation.start(3, number, group, number) for number in range(2)]
 
         async def ask() -> list[Any]:
             return await asyncio.gather(*(place.__ray_call__.remote(None) for place in places))

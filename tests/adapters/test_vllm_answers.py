@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tensorhub_plugins.vllm.answers import all_fetched
+from tensorhub_plugins.vllm.worker_replies import all_fetched
 
 
 class Executor:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import VersionRefused
-from tensorhub_plugins.vllm.worker import contract
-from tensorhub_plugins.vllm.worker.contract import Contract
+from tensorhub_plugins.vllm.worker import checkpoint_contract
+from tensorhub_plugins.vllm.worker.checkpoint_contract import Contract
 from tensorhub_plugins.vllm.worker.fingerprint import ends_of
 from tensorhub_plugins.vllm.worker.preserved import Untouched
 
@@ -30,12 +30,12 @@ UNUSED, IGNORED, TIED = "draft.weight", "up.bias", ("embed.weight", "head.weight
 def accepted(monkeypatch: pytest.MonkeyPatch) -> Contract:
     """After the first checkpoint, of which the loaders used all but one tensor."""
 
-    def rehearse(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal:
-        return contract.Rehearsal(
-            contract.shapes_of(tensors), frozenset(tensors.keys() - {UNUSED, IGNORED}), (TIED,), (IGNORED,)
+    def rehearse(model: Any, vllm_config: Any, tensors: Any) -> checkpoint_contract.Rehearsal:
+        return checkpoint_contract.Rehearsal(
+            checkpoint_contract.shapes_of(tensors), frozenset(tensors.keys() - {UNUSED, IGNORED}), (TIED,), (IGNORED,)
         )
 
-    monkeypatch.setattr(contract, "rehearse", rehearse)
+    monkeypatch.setattr(checkpoint_contract, "rehearse", rehearse)
     made = Contract(torch.nn.Module(), None)
     made.check({"whatever": torch.zeros(1)})  # nothing to compare with yet
     made.rehearse({"another": torch.zeros(1)})  # refused by another worker, or not installed: not accepted
@@ -117,7 +117,7 @@ def test_a_bias_that_is_used_under_another_name_may_come_twice(accepted: Contrac
         accepted.check(given)
 
 
-def box(view: torch.Tensor) -> contract.Strided:
+def box(view: torch.Tensor) -> checkpoint_contract.Strided:
     return view.storage_offset(), tuple(view.shape), tuple(view.stride())
 
 
@@ -137,14 +137,14 @@ def box(view: torch.Tensor) -> contract.Strided:
 )
 def test_elements_are_counted_once(views: Any, filled: int) -> None:
     tensor = torch.zeros(6, 4)
-    place = contract.Place("p", torch.nn.Module(), tensor.shape, tensor.dtype, tensor.numel(), tensor)
+    place = checkpoint_contract.Place("p", torch.nn.Module(), tensor.shape, tensor.dtype, tensor.numel(), tensor)
     place.boxes.update(box(view) for view in views(tensor))
     assert place.filled == filled
 
 
 def test_a_transposed_parameter_is_counted_too() -> None:
     tensor = torch.zeros(4, 6).t()
-    place = contract.Place("p", torch.nn.Module(), tensor.shape, tensor.dtype, tensor.numel(), tensor)
+    place = checkpoint_contract.Place("p", torch.nn.Module(), tensor.shape, tensor.dtype, tensor.numel(), tensor)
     place.boxes.add(box(tensor))
     assert place.filled == 24
 
@@ -169,12 +169,12 @@ class Fused(torch.nn.Module):
                 raise KeyError(name)
 
 
-def recorded(model: Fused, weights: dict[str, torch.Tensor]) -> contract._Recorder:
+def recorded(model: Fused, weights: dict[str, torch.Tensor]) -> checkpoint_contract._Recorder:
     places = {
-        contract._storage(p): contract.Place(n, model, p.shape, p.dtype, p.numel(), p)
+        checkpoint_contract._storage(p): checkpoint_contract.Place(n, model, p.shape, p.dtype, p.numel(), p)
         for n, p in model.named_parameters()
     }
-    recorder = contract._Recorder(places)
+    recorder = checkpoint_contract._Recorder(places)
     with torch.no_grad(), recorder:
         model.load_weights(recorder.watched(weights))
     return recorder
@@ -357,7 +357,7 @@ def test_a_head_that_loaders_skip_is_still_the_embedding() -> None:
     ],
 )
 def test_tied_tensors_are_compared_by_value(one: torch.Tensor, other: torch.Tensor, same: bool) -> None:
-    assert contract._same_values(one, other) == same
+    assert checkpoint_contract._same_values(one, other) == same
 
 
 def test_a_number_of_another_kind_is_seen_where_it_lands() -> None:

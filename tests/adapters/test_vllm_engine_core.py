@@ -21,7 +21,7 @@ from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig
 from tensorhub_plugins.vllm.engine import core_follower, follower
 from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
-from tensorhub_plugins.vllm.worker import contract, reload
+from tensorhub_plugins.vllm.worker import checkpoint_contract, reload
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition
 
@@ -106,7 +106,7 @@ class Core(RecordedEngine):
 @pytest.fixture
 def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Core]]:
     monkeypatch.setattr(reload, "reload_checkpoint", lambda model, config, named, **_: _fill(model, named))
-    monkeypatch.setattr(contract, "rehearse", _rehearsed)
+    monkeypatch.setattr(checkpoint_contract, "rehearse", _rehearsed)
     ends: list[Callable[[], Any]] = []
 
     def start(when: str, **options: Any) -> Core:
@@ -125,8 +125,8 @@ def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         end()
 
 
-def _rehearsed(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal:
-    return contract.Rehearsal(contract.shapes_of(tensors), frozenset(tensors))
+def _rehearsed(model: Any, vllm_config: Any, tensors: Any) -> checkpoint_contract.Rehearsal:
+    return checkpoint_contract.Rehearsal(checkpoint_contract.shapes_of(tensors), frozenset(tensors))
 
 
 def _fill(model: Toy, named: Any) -> None:
@@ -483,7 +483,7 @@ def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeed
 
     core = following("idle")
     monkeypatch.setattr(reload, "reload_checkpoint", load_all)
-    monkeypatch.setattr(contract, "rehearse", _rehearsed)
+    monkeypatch.setattr(checkpoint_contract, "rehearse", _rehearsed)
     core.idle = True
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.publish(1, {"weight": torch.ones(4, 1000)})

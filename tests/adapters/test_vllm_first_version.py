@@ -10,7 +10,7 @@ import torch
 from vllm_toys import LAYOUT, TIMEOUT_S, Engines, conversion, engines, fetch, toy_checkpoint, update, value, wait_until
 
 from tensorhub_plugins.core import ShardKey
-from tensorhub_plugins.vllm.worker import contract
+from tensorhub_plugins.vllm.worker import checkpoint_contract
 from tensorhub_plugins.vllm.worker import updater as updater_module
 from tensorhub_plugins.vllm.worker.plan import Plan, Region
 
@@ -21,11 +21,13 @@ pytestmark = pytest.mark.usefixtures("conversion")
 def planned(needed: dict[str, Any]) -> Any:
     """Stands in for a rehearsal that has seen the loaders take these rows."""
 
-    def rehearse(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal:
+    def rehearse(model: Any, vllm_config: Any, tensors: Any) -> checkpoint_contract.Rehearsal:
         threads.append(threading.current_thread())
-        shapes = contract.shapes_of(tensors)
+        shapes = checkpoint_contract.shapes_of(tensors)
         regions = {name: (Region((0, 0), (rows, 1000)),) for name, rows in needed.items()}
-        return contract.Rehearsal(shapes, frozenset(tensors), plan=Plan(shapes, (), regions, frozenset({""})))
+        return checkpoint_contract.Rehearsal(
+            shapes, frozenset(tensors), plan=Plan(shapes, (), regions, frozenset({""}))
+        )
 
     threads: list[threading.Thread] = []
     rehearse.threads = threads  # type: ignore[attr-defined]
@@ -47,7 +49,7 @@ def test_of_the_first_version_only_what_is_needed_is_read(
     needed: dict[str, int], is_enough: bool, how: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rehearse = planned(needed)
-    monkeypatch.setattr(contract, "rehearse", rehearse)
+    monkeypatch.setattr(checkpoint_contract, "rehearse", rehearse)
     updater = engines("first", shards=2, gather=lambda vote: [vote, vote])
     with engines.trainer() as trainer:
         for version in (1, 2):
@@ -63,7 +65,7 @@ def test_of_the_first_version_only_what_is_needed_is_read(
 
 
 def test_who_is_not_polled_reads_the_first_version_whole(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "rehearse", planned({"a": 2, "b": 4}))
+    monkeypatch.setattr(checkpoint_contract, "rehearse", planned({"a": 2, "b": 4}))
     monkeypatch.setattr(updater_module, "PLAN_AHEAD_S", 0.05)
     updater = engines("first", shards=2, gather=lambda vote: [vote, vote])
     with engines.trainer() as trainer:
@@ -78,7 +80,7 @@ def test_who_is_not_polled_reads_the_first_version_whole(engines: Engines, monke
 
 def test_a_worker_of_one_needs_all_and_plans_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     rehearse = planned({"a": 2, "b": 4})
-    monkeypatch.setattr(contract, "rehearse", rehearse)
+    monkeypatch.setattr(checkpoint_contract, "rehearse", rehearse)
     updater = engines("first")
     with engines.trainer() as trainer:
         trainer.publish(1, big_checkpoint(1.0))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from tensorhub_plugins.vllm.worker.hidden import walk
+from tensorhub_plugins.vllm.worker.reachable_tensors import walk
 
 
 class BackEnd:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tensorhub_plugins.vllm.worker import need
+from tensorhub_plugins.vllm.worker import memory_need
 
 
 class Snapshot:
@@ -30,7 +30,7 @@ class Snapshot:
 def requested(snapshot: Snapshot) -> int:
     """Return what vLLM would find."""
     config = SimpleNamespace(gpu_memory_utilization=0.9)
-    return need.request_memory(
+    return memory_need.request_memory(
         lambda given, _: int(given.free_memory), snapshot, config, lambda: snapshot.now, snapshot.sleep
     )
 
@@ -39,10 +39,14 @@ def requested(snapshot: Snapshot) -> int:
     ("frees", "found", "waits_s"),
     [
         ([95], 95, 0.0),
-        ([10, 10, 40, 40, 90], 90, 4 * need.FREED_INTERVAL_S),
-        ([10, *[10] * 30, 50, *[50] * 30, 91], 91, 62 * need.FREED_INTERVAL_S),  # longer than FREED_S, but it goes on
-        ([10], 10, need.FREED_S),  # the control: another process has it, and vLLM says so
-        ([50, 20, 50, 50], 50, need.FREED_S),  # what comes back is no more
+        ([10, 10, 40, 40, 90], 90, 4 * memory_need.FREED_INTERVAL_S),
+        (
+            [10, *[10] * 30, 50, *[50] * 30, 91],
+            91,
+            62 * memory_need.FREED_INTERVAL_S,
+        ),  # it goes on
+        ([10], 10, memory_need.FREED_S),  # the control: another process has it, and vLLM says so
+        ([50, 20, 50, 50], 50, memory_need.FREED_S),  # what comes back is no more
     ],
 )
 def test_a_start_waits_for_memory_that_is_being_freed_and_for_no_other(
@@ -58,9 +62,9 @@ def test_vllms_own_check_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "some_worker", module)
     worker = type("Worker", (), {"__module__": "some_worker"})
     for _ in range(2):
-        need.wait_for_the_last(worker)
+        memory_need.wait_for_the_last(worker)
     assert module.request_memory.__wrapped__ is original
     del module.request_memory
-    need.wait_for_the_last(worker)
-    need.wait_for_the_last(type("Made", (), {"__module__": "nowhere"}))
+    memory_need.wait_for_the_last(worker)
+    memory_need.wait_for_the_last(type("Made", (), {"__module__": "nowhere"}))
     assert not hasattr(module, "request_memory")

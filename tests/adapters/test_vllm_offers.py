@@ -11,7 +11,7 @@ import pytest
 from vllm_toys import LAYOUT, Engines, conversion, engines, toy_checkpoint, update, value, wait_until
 
 from tensorhub_plugins.core import CHECKPOINT, Client, work
-from tensorhub_plugins.vllm.worker.asked import Asked
+from tensorhub_plugins.vllm.worker.loader_calls import Asked
 from tensorhub_plugins.vllm.worker.updater import TIMEOUT_S
 
 __all__ = ["conversion", "engines"]  # fixtures

@@ -21,7 +21,7 @@ from vllm_engines import TOKENS, Engine, EngineError, checkpoint, make_model, wa
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Server, UsageError
 from tensorhub_plugins.vllm.doctor import check_sync
-from tensorhub_plugins.vllm.worker import online
+from tensorhub_plugins.vllm.worker import online_quantization
 
 pytestmark = [
     pytest.mark.heavy,
@@ -246,15 +246,16 @@ def made_by(method: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     ("quantization", "method"),
-    [(name, "UnquantizedLinearMethod") for name in online.OPAQUE] + [("nvfp4_per_token", "Nvfp4OnlineMoEMethod")],
+    [(name, "UnquantizedLinearMethod") for name in online_quantization.OPAQUE]
+    + [("nvfp4_per_token", "Nvfp4OnlineMoEMethod")],
 )
 def test_what_is_not_known_to_follow_is_refused_with_what_to_do(quantization: str, method: str) -> None:
     config = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization))
     model = made_by(method) if method.startswith("Nv") else torch.nn.Module()
     with pytest.raises(UsageError, match=f"what {quantization} makes of weights .* --quantization fp8"):
-        online.check(model, config)
+        online_quantization.check(model, config)
     config.model_config.quantization = "fp8"
-    online.check(made_by("Fp8PerTensorOnlineLinearMethod"), config)
+    online_quantization.check(made_by("Fp8PerTensorOnlineLinearMethod"), config)
 
 
 def test_what_floats_take_is_said_before_the_first_version() -> None:
@@ -262,9 +263,9 @@ def test_what_floats_take_is_said_before_the_first_version() -> None:
     weight = torch.zeros(8, 4, dtype=torch.float8_e4m3fn)
     model[0].weight = torch.nn.Parameter(weight, requires_grad=False)
     model[0].weight_scale = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
-    assert online.more_bytes(model) == 8 * 4
+    assert online_quantization.more_bytes(model) == 8 * 4
     model[0].quant_method.uses_meta_device = False
-    assert online.more_bytes(model) == 0
+    assert online_quantization.more_bytes(model) == 0
 
 
 # --- ranks that make a scale together ---
@@ -279,7 +280,7 @@ def test_all_workers_of_an_engine_know_alike_whether_they_make_scales_together()
 
     def together(quant_config: Any, ranks: int = 2) -> bool:
         parallel = SimpleNamespace(tensor_parallel_size=ranks)
-        return online.shares_scales(SimpleNamespace(parallel_config=parallel, quant_config=quant_config))
+        return online_quantization.shares_scales(SimpleNamespace(parallel_config=parallel, quant_config=quant_config))
 
     by_name = OnlineQuantizationConfig(resolve_quantization_config("fp8_per_channel", None))
     assert [together(config) for config in (by_name, ExpertsInt8Config(), Fp8Config())] == [True] * 3

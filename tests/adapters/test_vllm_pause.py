@@ -21,7 +21,7 @@ from tensorhub_plugins.core import CHECKPOINT, Slab, UsageError, run_log
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.vllm.engine.core import INSTALL
 from tensorhub_plugins.vllm.engine.follower import Follower
-from tensorhub_plugins.vllm.worker import addresses, contract, plan, weights
+from tensorhub_plugins.vllm.worker import addresses, checkpoint_contract, plan, weights
 
 __all__ = ["conversion", "engine", "engines"]  # fixtures
 
@@ -122,7 +122,7 @@ def test_in_the_pause_nothing_is_done_but_the_copy(
             (HubLink, ("ask",)),
             (Slab, ("allocate", "manifest", "digest")),
             (run_log, ("_write",)),
-            (contract.Contract, ("rehearse",)),
+            (checkpoint_contract.Contract, ("rehearse",)),
             (plan, ("given_by",)),
             (weights, ("tensors",)),
             (addresses, ("check_copies", "_addresses")),

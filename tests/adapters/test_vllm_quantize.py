@@ -26,7 +26,7 @@ from vllm_layers import only_rank
 from recipes.bench.big.worker import Kernel, Layers
 from tensorhub_plugins.core import Client, Deadline, start_server
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.worker import contract, quantize
+from tensorhub_plugins.vllm.worker import checkpoint_contract, quantize
 from tensorhub_plugins.vllm.worker.fingerprint import parallel_ranks
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition
@@ -277,7 +277,7 @@ def test_a_worker_reads_and_quantizes_its_own_slice(config: Any, monkeypatch: py
         monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 4)
         monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 2)
     ranks = {"tp": 2, "tp_size": 4}
-    monkeypatch.setattr(contract, "parallel_ranks", lambda config: {**parallel_ranks(config), **ranks})
+    monkeypatch.setattr(checkpoint_contract, "parallel_ranks", lambda config: {**parallel_ranks(config), **ranks})
     wanted: list[Any] = []
     fetch = Client.fetch
 

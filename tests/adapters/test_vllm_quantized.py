@@ -18,9 +18,9 @@ import torch
 from vllm_layers import only_rank
 
 from tensorhub_plugins.core import VersionRefused
-from tensorhub_plugins.vllm.worker import contract, reload, weights
+from tensorhub_plugins.vllm.worker import checkpoint_contract, reload, weights
 from tensorhub_plugins.vllm.worker.conversion import Conversion
-from tensorhub_plugins.vllm.worker.references import DEPTH_MAX, rebind
+from tensorhub_plugins.vllm.worker.kernel_references import DEPTH_MAX, rebind
 
 pytestmark = pytest.mark.heavy
 
@@ -80,10 +80,10 @@ def test_bfloat16_is_not_cast_into_fp8(fp8: _Model, config: Any) -> None:
     given = checkpoint_of(fp8, torch.bfloat16)
     advice = "publish them so, or have them made of floats: start it with --quantization fp8"
     with pytest.raises(VersionRefused, match=f"linear.weight is bfloat16, linear.weight is float8_e4m3fn.*{advice}"):
-        contract.rehearse(fp8, config, given)
+        checkpoint_contract.rehearse(fp8, config, given)
     del given["linear.weight_scale"]
     with pytest.raises(VersionRefused, match=advice):
-        contract.rehearse(fp8, config, given)
+        checkpoint_contract.rehearse(fp8, config, given)
     for name, parameter in fp8.named_parameters():
         assert torch.equal(parameter.view(torch.uint8), before[name].view(torch.uint8)), name
 
@@ -92,12 +92,12 @@ def test_a_missing_scale_is_refused_by_name(fp8: _Model, config: Any) -> None:
     given = checkpoint_of(fp8, torch.float8_e4m3fn)
     del given["linear.weight_scale"]
     with pytest.raises(VersionRefused, match="linear.weight_scale .* gets 0 of 1 elements"):
-        contract.rehearse(fp8, config, given)
+        checkpoint_contract.rehearse(fp8, config, given)
 
 
 def test_a_checkpoint_that_is_quantized_alike_is_taken(fp8: _Model, config: Any) -> None:
     given = checkpoint_of(fp8, torch.float8_e4m3fn)
-    assert contract.rehearse(fp8, config, given).used == given.keys()
+    assert checkpoint_contract.rehearse(fp8, config, given).used == given.keys()
 
 
 EIGHT = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -139,7 +139,7 @@ def test_floats_for_who_takes_another_kind_are_refused_with_what_to_do(
     monkeypatch.setattr(config.model_config, "quantization", named)
     said = rf"linear.weight.*takes weights that are quantized already \({named}\): publish them so.*--quantization fp8"
     with pytest.raises(VersionRefused, match=said):
-        contract.rehearse(model, config, {"linear.weight": torch.ones(64, 128, dtype=torch.bfloat16)})
+        checkpoint_contract.rehearse(model, config, {"linear.weight": torch.ones(64, 128, dtype=torch.bfloat16)})
 
 
 # --- kernels that remember ---
@@ -193,9 +193,9 @@ def test_a_kernel_reads_the_scales_of_a_raw_copy_after_a_reload(
 ) -> None:
     """Without it: the weights of version 3, with the scales of version 2."""
     if not rebinds:
-        from tensorhub_plugins.vllm.worker import references
+        from tensorhub_plugins.vllm.worker import kernel_references
 
-        monkeypatch.setattr(references, "rebind", lambda root, moved, skip: 0)
+        monkeypatch.setattr(kernel_references, "rebind", lambda root, moved, skip: 0)
     model = _remembering_model(derives=False)
     reload.reload_checkpoint(model, config, _checkpoint(2.0).items())
     assert _remembered(model) == [2.0, 2.0]

@@ -33,7 +33,7 @@ from vllm_toys import (
 
 from tensorhub_plugins.core import CHECKPOINT, DeadlineExceeded, ShardKey, Slab, UsageError, VersionRefused
 from tensorhub_plugins.core.memory.adoption import Adoption
-from tensorhub_plugins.vllm.worker import contract, extension, reload, weights
+from tensorhub_plugins.vllm.worker import checkpoint_contract, extension, reload, weights
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension, compare_unnamed, external_change, hook
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights
 from tensorhub_plugins.vllm.worker.updater import Updater
@@ -91,8 +91,8 @@ def test_a_version_that_is_given_up_leaves_the_old_one_served(
                 raise VersionRefused("not this model's")
 
             # as if 2 were the first checkpoint it reads
-            updater._contract = updater._intake.contract = contract.Contract(updater.model, None)
-            monkeypatch.setattr(contract, "rehearse", refuse)
+            updater._contract = updater._intake.contract = checkpoint_contract.Contract(updater.model, None)
+            monkeypatch.setattr(checkpoint_contract, "rehearse", refuse)
         assert fetch(updater, 2) == "ready"
         if how == "refused":
             with pytest.raises(VersionRefused, match="not this model's .version=2."):

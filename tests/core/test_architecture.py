@@ -17,9 +17,9 @@ PACKAGE = ROOT / "tensorhub_plugins"
 LAYERS = [
     {"errors"},
     {"log"},
-    {"libcuda", "capturing", "digests", "kernels"},
+    {"libcuda", "graph_capture", "digests", "kernels"},
     {"drivers", "deltas"},
-    {"types", "run_log", "progress", "deadline", "process", "device", "machine", "work", "files"},
+    {"types", "run_log", "progress", "deadline", "process_lifetime", "device", "machine", "work", "files"},
     {"options", "resources"},
     {"manifest"},
     {"protocol", "memory"},

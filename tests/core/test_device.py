@@ -17,10 +17,10 @@ import torch
 from simulated import Simulation
 
 from tensorhub_plugins.core import device, drivers
-from tensorhub_plugins.core.capturing import Gate
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.drivers import Cuda
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.graph_capture import Gate
 from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.memory.pinning import prefer

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import Client, start_server
-from tensorhub_plugins.core.process import is_gone
+from tensorhub_plugins.core.process_lifetime import is_gone
 
 SOON_S, AHEAD_S = 30.0, 10_000_000
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.heavy
 WORKER = """
 import sys, time, torch
 from tensorhub_plugins.core import Client
-from tensorhub_plugins.core.process import identity
+from tensorhub_plugins.core.process_lifetime import identity
 client = Client(sys.argv[1], run="r", model="m", replica="trainer")
 client.publish(1, {"w": torch.arange(1000)})
 print(time.monotonic(), identity(), flush=True)

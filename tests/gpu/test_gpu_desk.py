@@ -23,7 +23,7 @@ from gpu_place import NO_GPU, free_bytes, host_free_bytes
 from recipes.bench.gpu.engine import Engine
 from tensorhub_plugins.core import Publisher, contiguous_spec, gate
 from tensorhub_plugins.core.memory import pinning
-from tensorhub_plugins.vllm.worker import need
+from tensorhub_plugins.vllm.worker import memory_need
 
 GIB = 1 << 30
 
@@ -120,7 +120,7 @@ def test_a_start_behind_a_killed_engine_waits_for_its_memory(place, figure):
             process.kill()
     began = time.perf_counter()
     snapshot, config = Snapshot(place), SimpleNamespace(gpu_memory_utilization=utilization)
-    found = need.request_memory(lambda snapshot, _: int(snapshot.free_memory), snapshot, config)
+    found = memory_need.request_memory(lambda snapshot, _: int(snapshot.free_memory), snapshot, config)
     assert found >= utilization * snapshot.total_memory
     figure("memory of a killed process is free again after, s", time.perf_counter() - began)
 

@@ -16,9 +16,9 @@ from gpu_place import NO_GPU
 from quantized import Fp8Layer, Remembering, fp8_experts, quantized
 
 from tensorhub_plugins.core import VersionRefused, copy_all, same_bytes
-from tensorhub_plugins.vllm.worker.contract import Place, rehearse_in
+from tensorhub_plugins.vllm.worker.checkpoint_contract import Place, rehearse_in
+from tensorhub_plugins.vllm.worker.kernel_references import rebind
 from tensorhub_plugins.vllm.worker.plan import given_by, view, view_in
-from tensorhub_plugins.vllm.worker.references import rebind
 
 # --- row 7: a kernel that remembers the scale of its layer (A2) ---
 

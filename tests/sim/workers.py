@@ -13,7 +13,7 @@ from reading import INFINITY, LATE_S, Got, Offer, Replicate, Transfer
 from world import World
 
 from tensorhub_plugins.core.client import session as s
-from tensorhub_plugins.core.client.copies import has_whole
+from tensorhub_plugins.core.client.requested_copies import has_whole
 from tensorhub_plugins.core.client.shelf import (
     Announce,
     Effect,
@@ -387,7 +387,7 @@ class Worker:
         self.world.counts[what] += 1
 
     def hold(self, version: int) -> Program:
-        """A copy for others, as client/copies.py reads it."""
+        """A copy for others, as client/requested_copies.py reads it."""
         if any(transfer.for_others and transfer.machine.version == version for transfer in self.transfers):
             return
         if has_whole(self.offers, version):

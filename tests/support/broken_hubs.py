@@ -13,8 +13,8 @@ from unittest import mock
 
 import msgspec
 
-from tensorhub_plugins.core.hub import beginning, domains, hub, publishing, selection
-from tensorhub_plugins.core.hub.copies import Copies
+from tensorhub_plugins.core.hub import attempts, failure_domains, hub, publishing, selection
+from tensorhub_plugins.core.hub.copy_counts import Copies
 from tensorhub_plugins.core.hub.following import Following
 from tensorhub_plugins.core.hub.hub import Hub
 from tensorhub_plugins.core.hub.publishing import Publishing
@@ -47,11 +47,11 @@ def drops_last_copies() -> AbstractContextManager[object]:
 
 
 def asks_nobody_for_a_copy() -> AbstractContextManager[object]:
-    return answers(domains.FailureDomains, "look", None)
+    return answers(failure_domains.FailureDomains, "look", None)
 
 
 def counts_spot_nodes() -> AbstractContextManager[object]:
-    return answers(domains, "is_safe", True)
+    return answers(failure_domains, "is_safe", True)
 
 
 def lets_readers_wait_in_circles() -> AbstractContextManager[object]:
@@ -162,7 +162,7 @@ def hears_zombies() -> Iterator[None]:
 
 
 def numbers_every_attempt_alike() -> AbstractContextManager[object]:
-    return answers(beginning, "_next_number", 0)
+    return answers(attempts, "_next_number", 0)
 
 
 def lends_what_is_withdrawn() -> AbstractContextManager[object]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from processes import Another, answering, forkserver
 
-from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, process, start_server
+from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, process_lifetime, start_server
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE
@@ -100,7 +100,7 @@ class Worker:
     def fork(self, until_written: str, *, keeps_sockets: bool = False) -> int:
         """Fork a child that outlives this process, until that FIFO is written to, and return its pid."""
         if keeps_sockets:
-            process._in_children.clear()
+            process_lifetime._in_children.clear()
         child = os.fork()
         if not child:
             try:

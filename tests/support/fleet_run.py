@@ -22,8 +22,8 @@ from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
 from tensorhub_plugins.vllm.ray.fleet_types import Member as Shown
 from tensorhub_plugins.vllm.ray.members import Member, Members
+from tensorhub_plugins.vllm.ray.placement import slots
 from tensorhub_plugins.vllm.ray.reporting import Reporter
-from tensorhub_plugins.vllm.ray.room import slots
 
 BUNDLE = {"engine": 1.0}
 BEAT_S = 0.2

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tensorhub_plugins.core import device as devices
-from tensorhub_plugins.core.capturing import acting
+from tensorhub_plugins.core.graph_capture import acting
 from tensorhub_plugins.core.kernels.launch import Computation
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import flat_bytes, is_dense, span_of

@@ -16,7 +16,7 @@ from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.engine.follower import Follower
 from tensorhub_plugins.vllm.engine.staleness import Staleness
-from tensorhub_plugins.vllm.worker import contract, reload
+from tensorhub_plugins.vllm.worker import checkpoint_contract, reload
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition
 
@@ -42,8 +42,8 @@ class Engine:
 
     def __init__(self, hub: str, name: str, host: str, data_center: str, staleness_s: float | None = None) -> None:
         torch.set_num_threads(1)
-        contract.rehearse = lambda model, config, tensors: contract.Rehearsal(  # type: ignore[assignment,misc]
-            contract.shapes_of(tensors), frozenset(tensors)
+        checkpoint_contract.rehearse = lambda model, config, tensors: checkpoint_contract.Rehearsal(  # type: ignore[assignment,misc]
+            checkpoint_contract.shapes_of(tensors), frozenset(tensors)
         )
         reload.reload_checkpoint = lambda model, config, named, **_: _fill(model, named)  # type: ignore[assignment,misc]
         place = {"data_center": data_center, "rack": "", "host": name}

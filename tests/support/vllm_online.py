@@ -17,7 +17,7 @@ import torch
 from vllm_faults import FaultyExtension
 
 from tensorhub_plugins.vllm.doctor.check_sync import Patient
-from tensorhub_plugins.vllm.worker import references
+from tensorhub_plugins.vllm.worker import kernel_references
 from tensorhub_plugins.vllm.worker.conversion import Conversion
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 
@@ -171,5 +171,5 @@ class UnboundPatient(OnlinePatient):
     """A patient that leaves what kernels remember of a reload unchanged."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        references.rebind = lambda root, moved, skip: 0  # type: ignore[assignment]
+        kernel_references.rebind = lambda root, moved, skip: 0  # type: ignore[assignment]
         return super().__new__(cls, *args, **kwargs)

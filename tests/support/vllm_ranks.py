@@ -206,14 +206,14 @@ def update_by_slices(
 ) -> dict[str, Any]:
     """Convert the first checkpoint whole, the second one from what the plan needs of it alone."""
     from recipes.bench.sizes.ranks import Rank
-    from tensorhub_plugins.vllm.worker import contract
+    from tensorhub_plugins.vllm.worker import checkpoint_contract
     from tensorhub_plugins.vllm.worker.conversion import Conversion
     from tensorhub_plugins.vllm.worker.plan import Given
 
     rank = Rank(tp_size, tp)
     with load(first, rank) as (model, config):
         old, new = checkpoint(first), checkpoint(second)
-        true_plan = contract.rehearse(model, config, old).plan
+        true_plan = checkpoint_contract.rehearse(model, config, old).plan
         assert true_plan is not None
         plan = spoil(true_plan)
         conversion = Conversion(model, config)
@@ -249,7 +249,7 @@ def derived_beside(first: Path, second: Path) -> dict[str, Any]:
     import torch
 
     from recipes.bench.sizes.ranks import Rank
-    from tensorhub_plugins.vllm.worker import contract
+    from tensorhub_plugins.vllm.worker import checkpoint_contract
     from tensorhub_plugins.vllm.worker.conversion import Conversion
     from tensorhub_plugins.vllm.worker.plan import Given
 
@@ -265,7 +265,7 @@ def derived_beside(first: Path, second: Path) -> dict[str, Any]:
 
         vars(model).update(load_weights=load_weights, sums=[derived])
         derived.copy_(old[name] * 2)
-        plan = contract.rehearse(model, config, new).plan
+        plan = checkpoint_contract.rehearse(model, config, new).plan
         untouched, conversion, follows = torch.equal(derived, old[name] * 2), Conversion(model, config), []
         for weights in (old, new, old):
             conversion.install(Given.of(weights, plan))
@@ -280,19 +280,19 @@ def follow(paths: list[Path], tp: int, lacks: str = "") -> dict[str, Any]:
     from recipes.bench.sizes.ranks import Rank
     from tensorhub_plugins.core import Client, Deadline, Publisher, start_server
     from tensorhub_plugins.vllm.config import WorkerConfig
-    from tensorhub_plugins.vllm.worker import contract
+    from tensorhub_plugins.vllm.worker import checkpoint_contract
     from tensorhub_plugins.vllm.worker.updater import Updater
     from tensorhub_plugins.vllm.worker.votes import ShardPosition
 
     first, second = (checkpoint(path) for path in paths)
     if lacks:
-        whole = contract.rehearse
+        whole = checkpoint_contract.rehearse
 
         def rehearse(*given: Any) -> Any:
             found = whole(*given)
             return dataclasses.replace(found, plan=lacking(found.plan, lacks))
 
-        contract.rehearse = rehearse
+        checkpoint_contract.rehearse = rehearse
     name = "model.norm.weight"
     bad = [{**second, name: second[name][:-1].clone()}, {**second, "extra.weight": second[name]}]
     results, refused = [], []

@@ -14,7 +14,7 @@ from simulated import Simulation
 
 from tensorhub_plugins.core import Client, Server, copy_all
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.worker import contract, reload
+from tensorhub_plugins.vllm.worker import checkpoint_contract, reload
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition
 
@@ -34,9 +34,9 @@ def toy_checkpoint(value: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((2, 1000), value), "b": torch.full((4, 1000), value)}
 
 
-def rehearsed(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal:
+def rehearsed(model: Any, vllm_config: Any, tensors: Any) -> checkpoint_contract.Rehearsal:
     """Replace a rehearsal of vLLM's loaders by one that takes everything."""
-    return contract.Rehearsal(contract.shapes_of(tensors), frozenset(tensors))
+    return checkpoint_contract.Rehearsal(checkpoint_contract.shapes_of(tensors), frozenset(tensors))
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
                 model.kernel["scale"] = model.fused.sum(1)
 
     monkeypatch.setattr(reload, "reload_checkpoint", load_all)
-    monkeypatch.setattr(contract, "rehearse", rehearsed)
+    monkeypatch.setattr(checkpoint_contract, "rehearse", rehearsed)
 
 
 class Engines:

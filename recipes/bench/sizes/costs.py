@@ -54,7 +54,7 @@ from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transfer.runner import Transfer
 from tensorhub_plugins.core.transfer.source_reader import SourceReader
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
-from tensorhub_plugins.vllm.worker import contract, conversion
+from tensorhub_plugins.vllm.worker import checkpoint_contract, conversion
 from tensorhub_plugins.vllm.worker import plan as plans
 from tensorhub_plugins.vllm.worker.plan import Plan, Shapes
 
@@ -376,8 +376,11 @@ def of_a_transfer(stage: Stage, read: Reader, *, once: bool) -> Iterator[Step]:
 
 def of_a_worker(stage: Stage) -> Iterator[Step]:
     """Yield the steps of a worker with what was fetched, before and during the pause."""
-    count, accepted = len(stage.shapes), contract.Rehearsal(stage.shapes, frozenset(stage.shapes), plan=stage.plan)
-    checks = contract.Contract(None, None)  # type: ignore[arg-type]
+    count, accepted = (
+        len(stage.shapes),
+        checkpoint_contract.Rehearsal(stage.shapes, frozenset(stage.shapes), plan=stage.plan),
+    )
+    checks = checkpoint_contract.Contract(None, None)  # type: ignore[arg-type]
     checks._accepted = accepted
     converts = conversion.Conversion(None, None)  # type: ignore[arg-type]
     converts._tried, converts._plan, converts._process = stage.shapes, stage.plan, stage.plan.process
@@ -422,7 +425,7 @@ def costs(name: str, ranks: int | None = None, tp: int | None = None) -> list[di
         shapes, found = shapes_of_config(config), []
 
         def rehearse() -> None:
-            found.append(contract.rehearse(module, vllm_config, contract.without_memory(shapes)))
+            found.append(checkpoint_contract.rehearse(module, vllm_config, checkpoint_contract.without_memory(shapes)))
 
         first = list(measured([Step("rehearse, and record the plan", len(shapes), 1, rehearse, once=True)]))
         live = {name: parameter.detach() for name, parameter in module.named_parameters(remove_duplicate=False)}

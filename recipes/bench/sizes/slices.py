@@ -19,7 +19,7 @@ import torch
 from recipes.bench.sizes.ranks import Rank, made
 from tensorhub_plugins.core import TensorSpec, TensorTable, common_box, segment_size_for, slices_of
 from tensorhub_plugins.vllm import checkpoint_names
-from tensorhub_plugins.vllm.worker import contract
+from tensorhub_plugins.vllm.worker import checkpoint_contract
 from tensorhub_plugins.vllm.worker.plan import Plan, Region, Shapes, contiguous_strides, specs_of, whole_region
 
 
@@ -52,7 +52,7 @@ def shares(folder: Path, shapes: Shapes, ranks: Iterable[Rank], **options: Any) 
 
 
 def planned(model: torch.nn.Module, vllm_config: Any, shapes: Shapes) -> Plan:
-    plan = contract.rehearse(model, vllm_config, contract.without_memory(shapes)).plan
+    plan = checkpoint_contract.rehearse(model, vllm_config, checkpoint_contract.without_memory(shapes)).plan
     assert plan is not None  # these are contiguous
     return plan
 

@@ -15,7 +15,7 @@ from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.options import Delta
-from tensorhub_plugins.core.process import machine
+from tensorhub_plugins.core.process_lifetime import machine
 from tensorhub_plugins.core.protocol.advertised import Advertised
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX, RETAIN_MAX
 from tensorhub_plugins.core.security.leases import Gate

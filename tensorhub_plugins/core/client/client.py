@@ -27,11 +27,11 @@ from tensorhub_plugins.core.client import arguments, calls, publication
 from tensorhub_plugins.core.client.allowed import Allowed
 from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.connection import HubLink
-from tensorhub_plugins.core.client.copies import READ_TIMEOUT_S, Copies
 from tensorhub_plugins.core.client.destinations import Destinations, LiveMemory
 from tensorhub_plugins.core.client.hand_over import hand_over
 from tensorhub_plugins.core.client.history import History
 from tensorhub_plugins.core.client.reports import Fetched, PublishReport, UnpublishReport
+from tensorhub_plugins.core.client.requested_copies import READ_TIMEOUT_S, Copies
 from tensorhub_plugins.core.client.serving import BACKGROUND_TIMEOUT_S, Serving
 from tensorhub_plugins.core.deadline import NEVER, Deadline, bounded
 from tensorhub_plugins.core.errors import TensorHubError
@@ -39,7 +39,7 @@ from tensorhub_plugins.core.manifest import Part, TensorSpec
 from tensorhub_plugins.core.memory.claims import claimed
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.process import check_not_forked, identity
+from tensorhub_plugins.core.process_lifetime import check_not_forked, identity
 from tensorhub_plugins.core.protocol import advertised, messages
 from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.security import secret, tls
@@ -430,7 +430,7 @@ class Client(History):
         )
 
     def _copy(self, version: int) -> None:
-        """Read a version to hold it for others, see copies.py."""
+        """Read a version to hold it for others, see requested_copies.py."""
         allowed = Allowed.begin(READ_TIMEOUT_S)
         into = Destinations(self._serving, allowed.deadline, serve=True, for_others=True)
         self._transfer(into, version, (types.CHECKPOINT,), allowed, claim=False)

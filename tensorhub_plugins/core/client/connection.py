@@ -26,7 +26,7 @@ from tensorhub_plugins.core import resources, work
 from tensorhub_plugins.core.client import calls, session
 from tensorhub_plugins.core.deadline import Deadline, aside, bounded
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, TensorHubError, UsageError, refusal
-from tensorhub_plugins.core.process import close_at_exit
+from tensorhub_plugins.core.process_lifetime import close_at_exit
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import (
     check_route,
@@ -46,7 +46,7 @@ from tensorhub_plugins.core.transfer.unreached import Unreached
 from tensorhub_plugins.core.types import ShardKey, attempt_of, printable
 
 if TYPE_CHECKING:
-    from tensorhub_plugins.core.client.copies import Copies
+    from tensorhub_plugins.core.client.requested_copies import Copies
 
 log = logging.getLogger("tensorhub.client")
 SaidT = TypeVar("SaidT", messages.Hello, session.Request)

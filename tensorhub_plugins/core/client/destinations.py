@@ -85,8 +85,8 @@ class Destinations:
 
     into: tensors for `in_place` (a layout; None: whichever is read); everything else gets memory from the pool.
     wanted: all that is read of a checkpoint, into memory from the pool. serve: what arrives is offered to others.
-    for_others: it is read for them only, see copies.py. borrows: memory of another worker of this host may be used
-    instead of the pool's, and is not written to."""
+    for_others: it is read for them only, see requested_copies.py. borrows: memory of another worker of this host may be
+    used instead of the pool's, and is not written to."""
 
     def __init__(
         self,

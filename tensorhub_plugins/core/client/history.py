@@ -11,7 +11,7 @@ from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.client.serving import Serving
 from tensorhub_plugins.core.deadline import Deadline, bounded
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.process import OfThisProcess, check_not_forked, is_gone
+from tensorhub_plugins.core.process_lifetime import OfThisProcess, check_not_forked, is_gone
 from tensorhub_plugins.core.protocol import messages
 
 log = logging.getLogger("tensorhub.client")

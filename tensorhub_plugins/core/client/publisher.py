@@ -39,7 +39,7 @@ from tensorhub_plugins.core.memory.slices import SLICES_MAX, Slice, slices_of
 from tensorhub_plugins.core.memory.staging import host_copy
 from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec, dtype_of, spec_of
 from tensorhub_plugins.core.options import Need
-from tensorhub_plugins.core.process import OfThisProcess
+from tensorhub_plugins.core.process_lifetime import OfThisProcess
 from tensorhub_plugins.core.run_log import enabled, record, record_publish, root_key
 from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.types import CHECKPOINT, NAME_LENGTH_MAX, Across, check_version, items_of, version_of

@@ -13,7 +13,7 @@ from tensorhub_plugins.core.manifest import Manifest, TensorTable
 from tensorhub_plugins.core.memory.assembly import has_parts, view_of
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import same_bytes
-from tensorhub_plugins.core.process import OfThisProcess
+from tensorhub_plugins.core.process_lifetime import OfThisProcess
 from tensorhub_plugins.core.transfer.report import ReplicateReport
 from tensorhub_plugins.core.transfer.runner import Outcome
 from tensorhub_plugins.core.types import CHECKPOINT

@@ -6,8 +6,8 @@ A shard on the shelf is
     retained   whole, and the hub wants it kept: it may be the last copy of a retained version (rule 4).
 A shard that is not there may be
     expected   this worker has asked for sources, or is about to read it, so the hub may have sent a peer here for it.
-A copy that the hub has asked this worker to hold for others (copies.py) does not block its owner: a publish replaces
-it.
+A copy that the hub has asked this worker to hold for others (requested_copies.py) does not block its owner: a publish
+replaces it.
 
     publish ------------------------------> whole  --unpublish--> asked --unpublished--> gone, or retained
     begin_read -> grant -> prepare -> arriving  --complete--> whole

@@ -3,7 +3,7 @@
 A *pinned* version is "latest" as long as the pin stands, also for readers that have seen newer ones, and it is
 retained; newer ones become visible meanwhile and are not followed. A *withdrawn* version is not visible any more: it
 gets no lease, and a reader that has seen it may go back. The same holds for a *superseded* one, which a newer attempt
-of the trainer has ended (beginning.py). A worker that reads it is notified, and its lease ends when that worker
+of the trainer has ended (attempts.py). A worker that reads it is notified, and its lease ends when that worker
 releases it, because until then it reads. All are in the history's directive (messages.py), which every worker keeps
 and announces. A follower asks for its `Target`; it goes back only because of one of the three.
 """

@@ -12,7 +12,7 @@ The rules it keeps (numbers as in the design)
     3  A holding may be incomplete and still be read (pipelining), but never in a circle: what a reader reads from must
        not, over any number of steps, read from that reader.
     4  The last copy of a retained version is not evicted: its worker must retain it, and is notified later when it may
-       release it. Where copies in several failure domains are wanted, a worker is asked to make one (domains.py).
+       release it. Where copies in several failure domains are wanted, a worker is asked for one (failure_domains.py).
     5  Every pending request has a deadline and ends in a reply, if its caller still waits.
     6  In the first `HubLimits.grace_s` after its start the hub answers nothing that depends on all workers:
        it confirms no unpublish, declares no version gone, elects no converter and gives no directive.
@@ -43,8 +43,9 @@ import msgspec
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core.hub import unreached
-from tensorhub_plugins.core.hub.beginning import Beginning, changes, over
-from tensorhub_plugins.core.hub.domains import FailureDomains
+from tensorhub_plugins.core.hub.attempts import Beginning, changes, over
+from tensorhub_plugins.core.hub.duplicate_names import Namesakes, is_same, without_records
+from tensorhub_plugins.core.hub.failure_domains import FailureDomains
 from tensorhub_plugins.core.hub.following import Following
 from tensorhub_plugins.core.hub.limits import (
     ANNOUNCED_SHARDS_MAX,
@@ -57,7 +58,6 @@ from tensorhub_plugins.core.hub.limits import (
     SESSIONS_OF_PUBLISHERS,
     HubLimits,
 )
-from tensorhub_plugins.core.hub.namesakes import Namesakes, is_same, without_records
 from tensorhub_plugins.core.hub.outbox import Effect, Log, Outbox, Send
 from tensorhub_plugins.core.hub.permissions import believed, refusal, senseless
 from tensorhub_plugins.core.hub.publishing import Publishing

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from tensorhub_plugins.core.hub.domains import needs_its_domain
+from tensorhub_plugins.core.hub.failure_domains import needs_its_domain
 from tensorhub_plugins.core.hub.limits import DOUBT_AGAIN_S, DOUBTS_MAX, LAYOUTS_PER_READER_MAX
 from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.permissions import Standing, never_published, standing

@@ -17,7 +17,7 @@ from typing_extensions import assert_never
 
 from tensorhub_plugins.core.deadline import size_s
 from tensorhub_plugins.core.hub.candidates import Candidate, Sources
-from tensorhub_plugins.core.hub.copies import Counted
+from tensorhub_plugins.core.hub.copy_counts import Counted
 from tensorhub_plugins.core.hub.limits import CLAIMS_PER_SESSION_MAX, RECORDS_OF_READERS_MAX, HubLimits
 from tensorhub_plugins.core.hub.selection import UplinkBudget
 from tensorhub_plugins.core.hub.state import (

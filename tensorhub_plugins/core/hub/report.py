@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from tensorhub_plugins.core.hub import standing, unreached
-from tensorhub_plugins.core.hub.copies import Copies, Counted
+from tensorhub_plugins.core.hub.copy_counts import Copies, Counted
 from tensorhub_plugins.core.hub.limits import ANSWER_SIZE_BYTES_MAX
 from tensorhub_plugins.core.hub.publishing import spenders
 from tensorhub_plugins.core.hub.reading import awaited

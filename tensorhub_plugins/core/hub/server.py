@@ -36,7 +36,7 @@ from tensorhub_plugins.core.hub.limits import SESSIONS_MAX, HubLimits
 from tensorhub_plugins.core.hub.metrics import Metric, hub_figure, metrics
 from tensorhub_plugins.core.hub.names import Names, public_name
 from tensorhub_plugins.core.hub.rates import Rates
-from tensorhub_plugins.core.process import ForeignPort, OfThisProcess, files_left, raise_files_max
+from tensorhub_plugins.core.process_lifetime import ForeignPort, OfThisProcess, files_left, raise_files_max
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import check_address, is_loopback, new_session, parse_address, resolve
 from tensorhub_plugins.core.protocol.reach import format_address

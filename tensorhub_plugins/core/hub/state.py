@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from tensorhub_plugins.core.hub.candidates import Sources
-from tensorhub_plugins.core.hub.copies import Copies, Counted
+from tensorhub_plugins.core.hub.copy_counts import Copies, Counted
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, WITHDRAWN_MAX, Directive, directive_checksum
 from tensorhub_plugins.core.protocol.fields import COUNT_MAX
@@ -430,7 +430,7 @@ class History:
     retain_across: Across = "host"
     retain_serial: int = 0  # of the last Retain
     retain_also: int = 0  # a version that is retained beside the newest; 0: none
-    missing: dict[int, Missing] = field(default_factory=dict)  # by version, see domains.py
+    missing: dict[int, Missing] = field(default_factory=dict)  # by version, see failure_domains.py
     looked_at: float = float("-inf")  # when missing copies were last looked for
     is_short: bool = False  # a missing copy was logged
     published_size_bytes: int = 0  # by its trainers, and held by them

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tensorhub_plugins.core.memory.pinning import Pinned
-from tensorhub_plugins.core.process import Descriptor, close_in_children
+from tensorhub_plugins.core.process_lifetime import Descriptor, close_in_children
 
 MAP_FIXED, MAP_NORESERVE, MAP_FIXED_NOREPLACE = 0x10, 0x4000, 0x100000  # mman.h: not all are in Python's mmap
 

@@ -46,13 +46,13 @@ from tensorhub_plugins.core.memory.copying import (
     digests_of_segments,
     digests_of_view,
 )
+from tensorhub_plugins.core.memory.device_digests import digests_there
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan, Loans
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
 from tensorhub_plugins.core.memory.runs import Extents, Runs, can_be_read, mapped, memory_of
 from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, held, span_of, stride_of
-from tensorhub_plugins.core.memory.there import digests_there
-from tensorhub_plugins.core.process import Descriptor, OfThisProcess
+from tensorhub_plugins.core.process_lifetime import Descriptor, OfThisProcess
 
 COPIED_AT_ONCE_BYTES = 32 << 20  # between two checks of the clock: 0.1 s of a slow host, whose pages are new
 

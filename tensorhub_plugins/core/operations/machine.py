@@ -29,7 +29,7 @@ from tensorhub_plugins.core import machine, resources
 from tensorhub_plugins.core.deadline import Deadline, aside
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.operations.status import fetch_status
-from tensorhub_plugins.core.process import limits_of, raise_files_max
+from tensorhub_plugins.core.process_lifetime import limits_of, raise_files_max
 from tensorhub_plugins.core.protocol import advertised
 from tensorhub_plugins.core.protocol.address import CONNECT_S_MIN, connected, host_and_port, parse_address, resolve
 from tensorhub_plugins.core.protocol.advertised import Advertised

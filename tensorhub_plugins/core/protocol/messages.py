@@ -143,11 +143,12 @@ class Hello(_Message, frozen=True):
     in an answer to this worker. generation, resolved: the last generation of "latest" of its replica in which it was
     answered, and with which version, for the replica's other shards. hub: the incarnation of the hub that it is sent
     to, so that one that comes late, after a restart, is not believed (b"": the worker knows of none; None: it is older
-    than this field). process: see process.py. mark: of the attempt that it has begun; b"": none. job: shared only with
-    its former and next incarnations. welcomed: the incarnation of the hub that has admitted this session; b"": none
-    yet. retain_...: as in this worker's last Retain that was answered; None: none was. tls_only: other data centres are
-    served over TLS only. until: when the first of these holdings whose Publish is unanswered is abandoned; None: none
-    is. name_proof: of the last Alive, see `hub/namesakes.py`. hosts: beside that of `endpoints`, at the same ports."""
+    than this field). process: see process_lifetime.py. mark: of the attempt that it has begun; b"": none. job: shared
+    only with its former and next incarnations. welcomed: the incarnation of the hub that has admitted this session;
+    b"": none yet. retain_...: as in this worker's last Retain that was answered; None: none was. tls_only: other data
+    centres are served over TLS only. until: when the first of these holdings whose Publish is unanswered is abandoned;
+    None: none is. name_proof: of the last Alive, see hub/duplicate_names.py. hosts: beside
+    that of `endpoints`, at the same ports."""
 
     run: Name
     model: Name

@@ -18,7 +18,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from tensorhub_plugins.core.deadline import aside
-from tensorhub_plugins.core.process import ForeignSocket
+from tensorhub_plugins.core.process_lifetime import ForeignSocket
 from tensorhub_plugins.core.protocol.address import parse_address
 from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security.keys import Keys

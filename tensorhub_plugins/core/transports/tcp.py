@@ -26,8 +26,8 @@ from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
 from tensorhub_plugins.core.transports.stream.messages import DELTA, SEGMENT
+from tensorhub_plugins.core.transports.stream.parallel_read import connect_all, pump_all
 from tensorhub_plugins.core.transports.stream.patches import Patches
-from tensorhub_plugins.core.transports.stream.several import connect_all, pump_all
 from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
 from tensorhub_plugins.core.transports.stream.source import SourceBackend
 from tensorhub_plugins.core.transports.stream.tcp_socket import LOOPBACK, connect, listen, tune

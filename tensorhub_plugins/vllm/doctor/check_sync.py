@@ -11,8 +11,8 @@ right by accident. The patient starts from noise, and in turn
     converted to noise the noise again, and the patient is as it was when it started from it
     copied noise       the reference copies from the patient, and equals it: nothing of its own weights is left
     copied             the weights again: the patient converts them; the reference, zeroed before, copies them
-Equal means `==`, for the digest of everything reachable from the model (hidden.py) and for every answer, including its
-log-probabilities. What answering alone changes is scratch and left out.
+Equal means `==`, for the digest of everything reachable from the model (reachable_tensors.py) and for every answer,
+including its log-probabilities. What answering alone changes is scratch and left out.
 
 Then versions that no trainer should publish (`malformed`): each must be refused by name with nothing changed, and a
 good version must install afterwards.
@@ -44,7 +44,7 @@ from tensorhub_plugins.vllm.doctor.engines import (
 )
 from tensorhub_plugins.vllm.worker import draft
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
-from tensorhub_plugins.vllm.worker.hidden import walk
+from tensorhub_plugins.vllm.worker.reachable_tensors import walk
 from tensorhub_plugins.vllm.worker.weights import digest, tensors
 
 RUN, MODEL = "doctor", "patient"

@@ -20,8 +20,8 @@ from tensorhub_plugins.core import Deadline, UsageError, record, run_log
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.ray import fleet_events as events
+from tensorhub_plugins.vllm.ray import placement
 from tensorhub_plugins.vllm.ray import policy as policies
-from tensorhub_plugins.vllm.ray import room
 from tensorhub_plugins.vllm.ray.fleet_state import FleetState
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen, View
 from tensorhub_plugins.vllm.ray.gauges import Gauges
@@ -236,7 +236,7 @@ class FleetActor:
             slots, is_saved = await asyncio.wait_for(asked, SLOTS_TIMEOUT_S)
             if not is_saved:  # it was lost, and the state with it
                 self._starter.save.remote(self._state)
-            self._look_at(nodes, slots, bool(self._state.spares) and await asyncio.to_thread(room.is_wanted))
+            self._look_at(nodes, slots, bool(self._state.spares) and await asyncio.to_thread(placement.is_wanted))
         except Exception as error:  # Ray's head or the starter is busy, or is being started again
             logger.info("fleet: what there is room for is not known now: %s", sentence(error))
 

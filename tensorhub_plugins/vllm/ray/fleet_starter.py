@@ -11,14 +11,14 @@ import contextlib
 from collections.abc import Collection, Coroutine
 from typing import Any
 
+from tensorhub_plugins.vllm.ray.actor_handles import seal, unseal
 from tensorhub_plugins.vllm.ray.fleet_types import Launcher
-from tensorhub_plugins.vllm.ray.handles import seal, unseal
 
 CANCEL_TIMEOUT_S = 30.0  # for a start to notice that it is not wanted any more
 
 
 class Starter:
-    """Every call may be made again: nothing is started or stopped twice. Handles come and go sealed (handles.py)."""
+    """Every call may be repeated: nothing is started or stopped twice. Handles travel sealed (actor_handles.py)."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher

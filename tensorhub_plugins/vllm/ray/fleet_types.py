@@ -36,7 +36,7 @@ class Seen:
     """What a dispatcher knows of one member."""
 
     name: str  # of its replica, as in the store and in the event log: "rollout-3"
-    handle: Any  # its actor; sealed on its way (handles.py)
+    handle: Any  # its actor; sealed on its way (actor_handles.py)
     # Ray's id of its node, in hex (`get_runtime_context().get_node_id()` there); "": not known, or external.
     node: str = ""
     ready: bool = False  # it gets new requests, or would if it were not draining

@@ -1,7 +1,7 @@
 """The figures of a run's replicas as metrics of Ray, whose agents serve them to Prometheus: `ray_tensorhub_...`.
 
-The same as in the trainer's log (figures.py), but set each second by the dispatcher: they go on when the trainer
-stands still. "/" is "_" in their names; the label `job` is Ray's id of the job.
+The same as in the trainer's log (replica_metrics.py), but set each second by the dispatcher: they go on when the
+trainer stands still. "/" is "_" in their names; the label `job` is Ray's id of the job.
 """
 
 from __future__ import annotations

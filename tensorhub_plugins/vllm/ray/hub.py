@@ -16,8 +16,8 @@ import ray
 
 from tensorhub_plugins.core import Client, HubUnreachable, UsageError, ports_of
 from tensorhub_plugins.vllm.ray import secret
+from tensorhub_plugins.vllm.ray.actor_handles import answer
 from tensorhub_plugins.vllm.ray.config import node_address
-from tensorhub_plugins.vllm.ray.handles import answer
 
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head node only
 CONNECT_TIMEOUT_S = 10.0

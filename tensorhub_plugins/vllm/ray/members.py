@@ -59,7 +59,7 @@ class Heartbeat(TypedDict, total=False):
     timeout_s: float  # of `Members`, where the replicas are configured with it
     engine_timeout_s: float  # likewise
     requests_max: int  # sequences that its vLLM runs at once
-    pull_s: float  # what its last version has cost, see figures.py
+    pull_s: float  # what its last version has cost, see replica_metrics.py
     pause_s: float
     sources: Mapping[str, int]
     ways: Mapping[str, int]

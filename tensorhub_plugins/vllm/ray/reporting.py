@@ -15,10 +15,10 @@ import ray
 
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.ray import fleet
+from tensorhub_plugins.vllm.ray.actor_handles import opened, sealed
 from tensorhub_plugins.vllm.ray.fleet_events import Reported
 from tensorhub_plugins.vllm.ray.fleet_types import Entry
 from tensorhub_plugins.vllm.ray.gauges import Gauges
-from tensorhub_plugins.vllm.ray.handles import opened, sealed
 from tensorhub_plugins.vllm.ray.members import JOIN_INTERVAL_S
 
 logger = get_logger(__name__)

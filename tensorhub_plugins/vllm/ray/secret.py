@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 
 from tensorhub_plugins.core import SECRET_VARIABLE, Keys, keys_from_environment, new_secret
-from tensorhub_plugins.vllm.ray.handles import answer
+from tensorhub_plugins.vllm.ray.actor_handles import answer
 
 TIMEOUT_S = 300.0  # as long as the hub may take to start
 

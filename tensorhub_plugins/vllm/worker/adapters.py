@@ -40,7 +40,7 @@ from tensorhub_plugins.vllm.lora import BASE, PATH, adapter_of, lora_request
 from tensorhub_plugins.vllm.model_facts import differences, facts_of
 from tensorhub_plugins.vllm.plugin import wrap
 from tensorhub_plugins.vllm.worker import update_state
-from tensorhub_plugins.vllm.worker.contract import some
+from tensorhub_plugins.vllm.worker.checkpoint_contract import some
 from tensorhub_plugins.vllm.worker.update_state import Staged
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, Steps, anyone

@@ -17,8 +17,8 @@ import torch
 
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.worker import weights
-from tensorhub_plugins.vllm.worker.contract import some
-from tensorhub_plugins.vllm.worker.hidden import walk
+from tensorhub_plugins.vllm.worker.checkpoint_contract import some
+from tensorhub_plugins.vllm.worker.reachable_tensors import walk
 
 SEARCHES = 3  # for copies: as the first version comes, after the warm-up, and when the engine has computed
 COPY_ELEMENTS_MIN = 64  # fewer may be equal by chance, as flags and counters are

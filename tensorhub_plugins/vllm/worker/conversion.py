@@ -11,7 +11,7 @@ time. So the first conversion of a checkpoint is a trial, over what this worker 
                                     a reload of all
 
 A state is the digests of all weights that are not pieces, and of every other tensor and number reachable from the model
-(hidden.py). Layers that consist of pieces are loaded where they are: alone they take two writes and a comparison.
+(reachable_tensors.py). Layers that consist of pieces are loaded where they are: they take two writes, a comparison.
     each piece of noise is there    copies do in its layer what a reload does, and are used from now on
     2 equals 1 (or 3) beside them   the same; if not, that layer is reloaded, and the trial begins again
     hidden, 2 unlike 1 (or 3)       derived; it may be from any layer, so all are reloaded, and the trial begins
@@ -38,9 +38,8 @@ import torch
 
 from tensorhub_plugins.core import Slab, TensorHubError, UsageError, copy_all, flat_bytes, progress, work
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.vllm.worker import cpu, draft, kinds, online, partial, reload, weights
-from tensorhub_plugins.vllm.worker.contract import some
-from tensorhub_plugins.vllm.worker.hidden import walk
+from tensorhub_plugins.vllm.worker import cpu, draft, kinds, online_quantization, partial, reload, weights
+from tensorhub_plugins.vllm.worker.checkpoint_contract import some
 from tensorhub_plugins.vllm.worker.partial import NotEnough as NotEnough
 from tensorhub_plugins.vllm.worker.plan import (
     Given,
@@ -56,6 +55,7 @@ from tensorhub_plugins.vllm.worker.plan import (
     view,
     whole_region,
 )
+from tensorhub_plugins.vllm.worker.reachable_tensors import walk
 from tensorhub_plugins.vllm.worker.votes import ALONE, Steps
 
 logger = get_logger(__name__)
@@ -83,7 +83,7 @@ class Conversion:
     """The conversion of checkpoints. hidden: what the model derives and no raw copy carries, known after a trial."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, steps: Steps = ALONE) -> None:
-        """Begin without a trial. steps: with the workers that this one makes scales together with (online.py)."""
+        """Begin without a trial. steps: with the workers that share its scales (online_quantization.py)."""
         self._model, self._vllm_config, self._steps = model, vllm_config, steps
         self._tried: Shapes | None = None  # the shapes of the checkpoint that was tried
         self._plan: Plan | None = None  # proved to be sufficient
@@ -298,7 +298,7 @@ class Conversion:
             layers = frozenset(name for name, _ in self._model.named_modules()) - without
         how: dict[str, Any] = {} if layers is None else {"layers": layers}
         how |= {"in_place": in_place} if in_place else {}
-        with online.in_step(self._model, self._steps):
+        with online_quantization.in_step(self._model, self._steps):
             reload.reload_checkpoint(
                 self._model, self._vllm_config, draft.Again(lambda: self._given(given, names)), **how
             )

@@ -18,7 +18,7 @@ import torch
 
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.plugin import replaced
-from tensorhub_plugins.vllm.worker import online
+from tensorhub_plugins.vllm.worker import online_quantization
 
 # MLA's matrices on a CPU with AMX: as weights.PLAIN_ATTRIBUTES has them, and as the implementation does.
 AMX_MLA = {"W_K": "_w_uk_packed", "W_V": "_w_uv_packed", "W_K_scale": "_w_scale"}
@@ -85,7 +85,7 @@ def check_layers(model: torch.nn.Module, vllm_config: Any) -> None:
 
     if not current_platform.is_cpu():
         return
-    packed = online.quantized_otherwise(model)
+    packed = online_quantization.quantized_otherwise(model)
     if packed:
         raise UsageError(
             f"{packed[0]} is quantized as the checkpoint is, and the CPU build of vLLM keeps packed copies of that: it "

@@ -30,8 +30,8 @@ Never mixed bytes
     Workers of one engine agree before they change anything and again afterwards; one that failed breaks all.
 
 Never another model's bytes
-    A checkpoint that is not whole, or not this model's, is refused before the pause (contract.py); "error_kind" is then
-    VersionRefused, and the old version goes on.
+    A checkpoint that is not whole, or not this model's, is refused before the pause (checkpoint_contract.py);
+    "error_kind" is then VersionRefused, and the old version goes on.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ from tensorhub_plugins.vllm.worker import (
     draft,
     fingerprint,
     intake,
-    need,
+    memory_need,
     not_finite,
-    online,
+    online_quantization,
     progress,
     weights,
 )
@@ -308,7 +308,7 @@ def hook(worker_class: type) -> None:
         return
     worker_class.tensorhub_hooked = True  # type: ignore[attr-defined]
     for each in worker_class.__mro__:
-        need.wait_for_the_last(each)
+        memory_need.wait_for_the_last(each)
     wrappers: dict[str, Callable[..., Any]] = {
         "compile_or_warm_up_model": _warm_up,
         "execute_model": _execute_model,
@@ -494,7 +494,7 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any, *, lora: bool = F
         _check_ranks(vllm_config)
     _check_caches(vllm_config)
     addresses.check_config(vllm_config)
-    online.check(model, vllm_config)
+    online_quantization.check(model, vllm_config)
     cpu.check_layers(model, vllm_config)
 
 

@@ -19,8 +19,8 @@ from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.model_size import folder_of
 from tensorhub_plugins.vllm.names import NAME
-from tensorhub_plugins.vllm.worker import online, reload
-from tensorhub_plugins.vllm.worker.contract import Contract, some
+from tensorhub_plugins.vllm.worker import online_quantization, reload
+from tensorhub_plugins.vllm.worker.checkpoint_contract import Contract, some
 from tensorhub_plugins.vllm.worker.conversion import Conversion
 from tensorhub_plugins.vllm.worker.plan import Given
 from tensorhub_plugins.vllm.worker.quantize import Quantizer
@@ -38,7 +38,7 @@ class Intake:
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, gather: Gather) -> None:
         self.model = model
-        self.steps = Steps(gather, together=online.shares_scales(vllm_config))
+        self.steps = Steps(gather, together=online_quantization.shares_scales(vllm_config))
         self.contract = Contract(model, vllm_config)
         self.quantizer = Quantizer(model, vllm_config)
         self.conversion = Conversion(model, vllm_config, self.steps)
@@ -103,7 +103,7 @@ def keep_tried(
         logger.info("how updates are installed was tried in %.2f s", time.monotonic() - began)
         return
     files = _loader(vllm_config).get_all_weights(vllm_config.model_config, model)
-    with online.in_step(model, intake.steps):
+    with online_quantization.in_step(model, intake.steps):
         reload.reload_checkpoint(model, vllm_config, files)
 
 

@@ -1,4 +1,4 @@
-"""What a worker needs of a checkpoint, and where it goes: derived from what the model's own loaders did (contract.py).
+"""What a worker needs of a checkpoint, and where it goes: derived from what its loaders did (checkpoint_contract.py).
 
     region   a box of a checkpoint tensor of which the loaders took something. Only regions are fetched: of a tensor
              that q, k and v share, one for each.

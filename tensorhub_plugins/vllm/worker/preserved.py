@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorhub_plugins.vllm.worker.hidden import walk
+from tensorhub_plugins.vllm.worker.reachable_tensors import walk
 
 REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # the registries that a module changes in place
 

@@ -3,7 +3,7 @@
 That is what verl does for its rollouts (`rollout.quantization=fp8`), by the formula of its Triton kernel and with the
 same names: of `X` come X in FP8 and `X_scale_inv` in float32, from where vLLM's own loaders and kernels go on
 (reload.py). Which tensors those are is asked of the loaders, too: all that they would put into FP8 parameters as they
-are (contract.py). Of what this worker needs of the FP8 follows what it needs of the floats: whole blocks. Each tensor
+are (checkpoint_contract.py). What this worker needs of the FP8 says what it needs of the floats: whole blocks. A tensor
 is quantized when it is its turn, on the device, and takes no memory afterwards. The engine serves the result in its
 runtime layout, so that its peers do not quantize again.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tensorhub_plugins.core import TensorTable, VersionRefused, copy_all
-from tensorhub_plugins.vllm.worker import contract, draft
+from tensorhub_plugins.vllm.worker import checkpoint_contract, draft
 from tensorhub_plugins.vllm.worker.plan import Given, Held, Lazy, Plan, Region, Shapes, apart, specs_of
 
 FP8 = torch.float8_e4m3fn
@@ -65,7 +65,7 @@ class Quantizer:
         """Find out what is quantized of a checkpoint of these shapes. Raise VersionRefused if it is wrong."""
         if self.knows(shapes):
             return
-        tensors = contract.without_memory(shapes)
+        tensors = checkpoint_contract.without_memory(shapes)
         names = _without_scales(cast_to_fp8(self._model, self._vllm_config, tensors), tensors)
         self._names = frozenset(name for name in names if tensors[name].dim() == 2)
         self._floats = shapes
@@ -163,8 +163,8 @@ def cast_to_fp8(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, 
     """Return the float tensors that the model's loaders would write into FP8 parameters, without a scale."""
     from vllm.config import set_current_vllm_config
 
-    with torch.no_grad(), set_current_vllm_config(vllm_config), contract._stand_ins(model) as places:
-        recorder = contract._Recorder(places)
+    with torch.no_grad(), set_current_vllm_config(vllm_config), checkpoint_contract._stand_ins(model) as places:
+        recorder = checkpoint_contract._Recorder(places)
         with recorder:
             try:
                 draft.load(model, draft.Again(partial(recorder.watched, tensors)))
@@ -177,8 +177,8 @@ def _without_scales(names: frozenset[str], tensors: Mapping[str, torch.Tensor]) 
     scales = sorted(name + SCALE for name in names if name + SCALE in tensors)
     if scales:
         raise VersionRefused(
-            f"{contract.some(scales)}: scales of weights that are published in floats; publish both as they are "
-            "quantized, or the floats alone"
+            f"{checkpoint_contract.some(scales)}: scales of weights that are published in floats; publish both as they "
+            "are quantized, or the floats alone"
         )
     return names
 

@@ -14,9 +14,9 @@ from tensorhub_plugins.core import copy_all, synchronize
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.plugin import replaced
 from tensorhub_plugins.vllm.worker import cpu, draft, weights
+from tensorhub_plugins.vllm.worker.kernel_references import rebound_references
 from tensorhub_plugins.vllm.worker.partial import Partial
 from tensorhub_plugins.vllm.worker.preserved import preserved
-from tensorhub_plugins.vllm.worker.references import rebound_references
 
 # Those of them that are computed from weights (a scale may be a constant).
 DERIVED_ATTRIBUTES = tuple(name for name in weights.PLAIN_ATTRIBUTES if not name.endswith("_scale"))
@@ -31,10 +31,10 @@ def reload_checkpoint(
 ) -> None:
     """Replace all weights of the model by those of a checkpoint, through vLLM's layerwise reload.
 
-    The checkpoint must fill the model (see contract.py), or these layers of it: the others keep what they have, and
-    attention layers derive their values again. in_place: parameters that loaders fill to the last element, which are
-    loaded where they are, if vLLM computes with them as they are loaded. When anything raises, the model has its live
-    tensors back and can be reloaded again; their bytes are mixed. The caller ensures that nothing is computed then."""
+    The checkpoint must fill the model (see checkpoint_contract.py), or these layers of it: the others keep what they
+    have, and attention layers derive their values again. in_place: parameters that loaders fill to the last element,
+    which are loaded where they are, if vLLM computes with them as they are loaded. When anything raises, the model
+    has its live tensors back and can be reloaded again; their bytes are mixed. Nothing may compute then."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -116,7 +116,7 @@ def loaded_in_place(model: torch.nn.Module, names: Collection[str]) -> Iterator[
 def without_false_alarms() -> Iterator[None]:
     """Suppress vLLM's warning about every layer that a checkpoint does not fill, such as a rotary embedding.
 
-    A rehearsal has shown before that nothing is missing (contract.py)."""
+    A rehearsal has shown before that nothing is missing (checkpoint_contract.py)."""
     layerwise = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
     def passes(record: logging.LogRecord) -> bool:

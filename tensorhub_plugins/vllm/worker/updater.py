@@ -4,7 +4,7 @@ update_state.py decides what may happen when; this is its shell. One thread does
 order: the fetch of a version, and after its install the work of serving it. So the next fetch begins when the last
 version is served, and memory for two versions is always enough.
 
-A fetch that fails with VersionRefused got tensors that are not this model's (see contract.py), and never will be.
+A fetch that fails with VersionRefused got tensors that are not this model's and never will be (checkpoint_contract.py).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.worker import digests, intake, need, plan, update_state, weights
+from tensorhub_plugins.vllm.worker import digests, intake, memory_need, plan, update_state, weights
 from tensorhub_plugins.vllm.worker.addresses import Addresses
-from tensorhub_plugins.vllm.worker.asked import Asked
 from tensorhub_plugins.vllm.worker.conversion import NotEnough, worth_it
+from tensorhub_plugins.vllm.worker.loader_calls import Asked
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights, Event, Staged, UpdateState
 from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, anyone, first_says
 
@@ -87,7 +87,7 @@ class Updater:
         self._intake = intake.of(model, vllm_config, self.gather)
         self._contract, self._conversion = self._intake.contract, self._intake.conversion
         self._steps, self._quantizer = self._intake.steps, self._intake.quantizer
-        need.say(self._client, self.config.copies, model, vllm_config)
+        memory_need.say(self._client, self.config.copies, model, vllm_config)
 
     # --- the state, and what it asks for ---
 

@@ -20,7 +20,7 @@ from tensorhub_plugins.core import (
     start_server,
 )
 from tensorhub_plugins.core.cli import fetch_status, status_text
-from tensorhub_plugins.core.client.copies import Copies, has_whole
+from tensorhub_plugins.core.client.requested_copies import Copies, has_whole
 from tensorhub_plugins.core.client.shelf import Entry
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.machine import available_bytes

@@ -10,7 +10,7 @@ import pytest
 from client_processes import hold_back, let_go, same_bytes, tensors_of
 from client_stage import HELD, SOON_S, until
 
-from tensorhub_plugins.core import Client, Superseded, UsageError, VersionGone, process, step_of, version_of
+from tensorhub_plugins.core import Client, Superseded, UsageError, VersionGone, process_lifetime, step_of, version_of
 from tensorhub_plugins.core.client import history
 
 AT_ONCE_S = 10.0  # below the 15 s after which a silent worker is given up
@@ -117,18 +117,24 @@ def test_a_process_is_told_from_a_later_one_with_its_number():
         capture_output=True,
         text=True,
     ).stdout
-    here, _, started, word = process.identity().rsplit(" ", 3)
-    assert process.is_gone(ended) and not ended.endswith(word)
-    assert process.is_gone(f"{here} {os.getpid()} {int(started) - 1} {word}")
-    for lives in (process.identity(), "", "x", f"another boot pid:[1] {os.getpid()} 7 {word}", f"{here} x 7 {word}"):
-        assert not process.is_gone(lives), lives
+    here, _, started, word = process_lifetime.identity().rsplit(" ", 3)
+    assert process_lifetime.is_gone(ended) and not ended.endswith(word)
+    assert process_lifetime.is_gone(f"{here} {os.getpid()} {int(started) - 1} {word}")
+    for lives in (
+        process_lifetime.identity(),
+        "",
+        "x",
+        f"another boot pid:[1] {os.getpid()} 7 {word}",
+        f"{here} x 7 {word}",
+    ):
+        assert not process_lifetime.is_gone(lives), lives
 
 
 def test_a_process_that_has_ended_and_was_not_waited_for_is_gone():
     child = subprocess.Popen([sys.executable, "-c", ""])
-    started = process._started(child.pid)
-    here = process.identity().rsplit(" ", 3)[0]
-    assert started and not process.is_gone(f"{here} {child.pid} {started} word")
+    started = process_lifetime._started(child.pid)
+    here = process_lifetime.identity().rsplit(" ", 3)[0]
+    assert started and not process_lifetime.is_gone(f"{here} {child.pid} {started} word")
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert process.is_gone(f"{here} {child.pid} {started} word")
+    assert process_lifetime.is_gone(f"{here} {child.pid} {started} word")
     child.wait()

@@ -22,7 +22,7 @@ from client_processes import SIZE, same_bytes, tensors_of
 from client_stage import FAR, HELD, SOON_S, holders, until
 from forks import forked
 
-from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, UsageError, process, start_server
+from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, UsageError, process_lifetime, start_server
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client import session
 from tensorhub_plugins.core.client.connection import HubLink
@@ -99,7 +99,7 @@ def test_a_forked_child_is_told_what_to_do_and_the_parent_goes_on(stage):
             here.release()
         client.close()
         client.close()
-        process._exits(parent)  # those of other libraries may wait for threads that are not here
+        process_lifetime._exits(parent)  # those of other libraries may wait for threads that are not here
         return "; ".join(said)
 
     said = in_a_child(child)
@@ -133,7 +133,7 @@ def test_a_forked_child_has_no_connection(stage, monkeypatch, is_closed):
     rollout.fetch()
     assert connections(others).count(address) >= 3  # it listens, and has accepted two
     if not is_closed:
-        monkeypatch.setattr(process, "_in_children", WeakSet())
+        monkeypatch.setattr(process_lifetime, "_in_children", WeakSet())
     assert (in_a_child(lambda: str(connections(others))) == "[]") == is_closed
     monkeypatch.undo()
     assert torch.equal(rollout.fetch().tensors()["w"], torch.ones(3)) and holders(trainer, 1) == ("trainer/0",)
@@ -210,7 +210,7 @@ def test_memory_that_a_child_had_is_used_again_when_it_has_ended(stage):
 
 def test_a_number_that_is_another_socket_by_now_is_not_closed(stage):
     one, other = socket.socketpair()
-    kept = process.ForeignSocket(one.fileno())
+    kept = process_lifetime.ForeignSocket(one.fileno())
     number = one.fileno()
     one.close()
     another = os.dup2(other.fileno(), number)

@@ -19,7 +19,7 @@ from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client import arguments
 from tensorhub_plugins.core.client.serving import sample
 from tensorhub_plugins.core.hub.limits import HubLimits
-from tensorhub_plugins.core.process import machine
+from tensorhub_plugins.core.process_lifetime import machine
 from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE
 
 # --- the last copy ---

@@ -28,9 +28,9 @@ from tensorhub_plugins.core import (
     VersionGone,
     start_server,
 )
-from tensorhub_plugins.core.capturing import acting
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.client.connection import HubLink
+from tensorhub_plugins.core.graph_capture import acting
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transports import TransportLimits, tcp

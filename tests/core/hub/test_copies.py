@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorhub_plugins.core.hub.copies import Copies, Counted
+from tensorhub_plugins.core.hub.copy_counts import Copies, Counted
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
 COPY = Counted(is_whole=True, stays=True)

@@ -6,7 +6,7 @@ import pytest
 from hub_scenarios import LIMITS, RUNTIME, Scenario
 
 from tensorhub_plugins.core.cli import status_text
-from tensorhub_plugins.core.hub.domains import AGAIN_S, BEGIN_S, COPY_S, PATIENCE_S, TRIED_MAX
+from tensorhub_plugins.core.hub.failure_domains import AGAIN_S, BEGIN_S, COPY_S, PATIENCE_S, TRIED_MAX
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m

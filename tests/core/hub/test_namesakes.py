@@ -173,7 +173,7 @@ def test_a_trainer_is_not_given_up_by_a_hello() -> None:
     story.sessions["again"] = SECOND
     hello = m.Hello("run", "actor", "trainer", 0, 1, Location(), {}, request_id=1, hub=story.hub.session, job="j")
     story._deliver(Received(SECOND, hello))
-    assert len(story.hub.workers) == 2  # beginning.py decides
+    assert len(story.hub.workers) == 2  # attempts.py decides
 
 
 @pytest.mark.parametrize("why_not", ["", "no secret", "one process"])

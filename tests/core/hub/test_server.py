@@ -29,7 +29,7 @@ from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageEr
 from tensorhub_plugins.core.hub import hub
 from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.operations import problems
-from tensorhub_plugins.core.process import files_left
+from tensorhub_plugins.core.process_lifetime import files_left
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import new_session, resolve
 from tensorhub_plugins.core.security import secret

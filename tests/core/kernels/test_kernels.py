@@ -138,12 +138,14 @@ def test_a_devices_slab_has_the_digests_of_the_hosts(seed: int, segment_size_byt
 
 
 def test_several_groups_of_segments(monkeypatch) -> None:
-    from tensorhub_plugins.core.memory import there
+    from tensorhub_plugins.core.memory import device_digests
 
     host = weights(1)
     for scratch, at_once in ((1, 1000), (10_000, 1000), (1 << 20, 3))[: len(SEEDS)]:
-        groups = there._groups
-        monkeypatch.setattr(there, "_groups", lambda segments, s=scratch, n=at_once, g=groups: g(segments, s, n))
+        groups = device_digests._groups
+        monkeypatch.setattr(
+            device_digests, "_groups", lambda segments, s=scratch, n=at_once, g=groups: g(segments, s, n)
+        )
         with Simulation(1) as simulation, Slab.adopt(host) as here:
             with Slab.adopt({name: simulation.put(tensor, name) for name, tensor in host.items()}) as slab:
                 assert slab.manifest(4096).digests == here.manifest(4096).digests

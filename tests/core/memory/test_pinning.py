@@ -10,8 +10,8 @@ import pytest
 import torch
 from simulated import Simulation
 
-from tensorhub_plugins.core.capturing import gate
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.graph_capture import gate
 from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import PIECE_SIZE_BYTES, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory import pinning

@@ -13,9 +13,9 @@ from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.kernels.casting import cast_at
 from tensorhub_plugins.core.manifest import TensorTable
 from tensorhub_plugins.core.memory import stream_copy
+from tensorhub_plugins.core.memory.device_digests import digests_there
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.stream_copy import StreamCopy
-from tensorhub_plugins.core.memory.there import digests_there
 
 ROOM_SIZE_BYTES = 1 << 30
 

@@ -23,7 +23,7 @@ from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.stream import link as stream_link
 from tensorhub_plugins.core.transports.stream import tcp_socket
 from tensorhub_plugins.core.transports.stream.link import SocketLink
-from tensorhub_plugins.core.transports.stream.several import SegmentQueue
+from tensorhub_plugins.core.transports.stream.parallel_read import SegmentQueue
 from tensorhub_plugins.core.transports.tcp import TcpSource, TcpTransport
 
 

@@ -6,7 +6,7 @@ tests/support/simulated_ipc.py simulates one, with which everything else is test
 * A handle is for a whole allocation, not for a tensor in it, and only for one of cudaMalloc. Memory of torch's
   expandable segments, of vLLM's sleep mode (both cuMemCreate) and of stream-ordered pools has none.
 * The process that made a handle cannot open it.
-* Memory must not be freed while others have it open: they close it when its owner releases it, see kept.py.
+* Memory must not be freed while others have it open: they close it when its owner releases it, see mapping_cache.py.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.memory.runs import Extents, Runs
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.process import Descriptor
+from tensorhub_plugins.core.process_lifetime import Descriptor
 from tensorhub_plugins.core.transports.cuda_ipc.driver import Allocation, Ipc, NotShareable
 from tensorhub_plugins.core.transports.read_plan import parts_in
 from tensorhub_plugins.core.transports.stream.messages import Text

@@ -2,8 +2,9 @@
 
 "The same host" means that the source's UNIX socket can be reached (unix_socket.py). The source sends the location of
 its slab, in allocations that have CUDA handles (driver.py), and announces ready segments; it copies nothing. The reader
-opens each allocation once, keeps it open for the next version (kept.py), and copies many segments by one batch on a
-stream of its own: into its live tensors, or down into host memory. Another GPU of the host is read over its peer path.
+opens each allocation once, keeps it open for the next version (mapping_cache.py), and copies many segments by one batch
+on a stream of its own: into its live tensors, or down into host memory. Another GPU of the host is read over its peer
+path.
 
 With digests, segments are first copied to a staging buffer, and to their places if the connection is still open: what a
 withdrawn source has overwritten never reaches a live tensor. The digest is computed there, on the device.
@@ -35,9 +36,9 @@ from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.kernels.moving import move
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.device_digests import digests_there
 from tensorhub_plugins.core.memory.loans import is_over
 from tensorhub_plugins.core.memory.runs import memory_at, memory_of
-from tensorhub_plugins.core.memory.there import digests_there
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.cuda_ipc.driver import CudaIpc, Ipc, NotShareable
 from tensorhub_plugins.core.transports.cuda_ipc.memory import (
@@ -48,13 +49,13 @@ from tensorhub_plugins.core.transports.cuda_ipc.memory import (
     memory_decoder,
 )
 from tensorhub_plugins.core.transports.interface import NotServable
-from tensorhub_plugins.core.transports.kept import Kept
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
+from tensorhub_plugins.core.transports.mapping_cache import Kept
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.pump import pump
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, runs_of
 from tensorhub_plugins.core.transports.stream import unix_socket
-from tensorhub_plugins.core.transports.stream.announced import AnnouncedStream
+from tensorhub_plugins.core.transports.stream.announced_read import AnnouncedStream
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected
 from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
 from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX, StreamOpened

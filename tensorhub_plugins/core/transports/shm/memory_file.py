@@ -23,7 +23,7 @@ from tensorhub_plugins.core.manifest import Manifest, TensorTable
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.loans import Borrowed, KeptFromChildren, Loan, bytes_over
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_lent
-from tensorhub_plugins.core.transports.kept import Kept
+from tensorhub_plugins.core.transports.mapping_cache import Kept
 from tensorhub_plugins.core.transports.read_plan import parts_in
 from tensorhub_plugins.core.transports.stream.channel import IOV_MAX, remaining_buffers
 

@@ -37,7 +37,7 @@ from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.shm.memory_file import MappingCache, MemoryFile
 from tensorhub_plugins.core.transports.shm.source import ADOPTED, ShmSource
 from tensorhub_plugins.core.transports.stream import unix_socket
-from tensorhub_plugins.core.transports.stream.announced import AnnouncedStream
+from tensorhub_plugins.core.transports.stream.announced_read import AnnouncedStream
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import Connection, SocketLink
 from tensorhub_plugins.core.transports.stream.messages import StreamOpened

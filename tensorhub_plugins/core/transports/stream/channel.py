@@ -21,7 +21,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from tensorhub_plugins.core.errors import ProtocolError
-from tensorhub_plugins.core.process import close_in_children
+from tensorhub_plugins.core.process_lifetime import close_in_children
 from tensorhub_plugins.core.transports.stream.messages import CONTROL, HEADER
 from tensorhub_plugins.core.types import DECODE_ERRORS
 

@@ -17,7 +17,7 @@ import msgspec
 from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.deltas.frame import frame_of, links_of
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, VersionGone
-from tensorhub_plugins.core.process import close_in_children
+from tensorhub_plugins.core.process_lifetime import close_in_children
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.transports.interface import NotServable, Shelf, find_offer

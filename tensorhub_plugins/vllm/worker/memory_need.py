@@ -14,7 +14,7 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.vllm.config import shares_experts
 from tensorhub_plugins.vllm.plugin import wrap
-from tensorhub_plugins.vllm.worker import online, quantize, weights
+from tensorhub_plugins.vllm.worker import online_quantization, quantize, weights
 
 logger = get_logger(__name__)
 
@@ -26,7 +26,7 @@ MEND = 'use a larger tensor_parallel_size over more hosts, or install="direct"'
 def say(client: Client, copies: int, model: torch.nn.Module, vllm_config: Any) -> None:
     """Log it, or raise UsageError if it does not fit."""
     size_bytes = sum(tensor.nbytes for tensor in weights.tensors(model).values())
-    more = quantize.memory_bytes(model) if quantize.block_of(vllm_config) else online.more_bytes(model)
+    more = quantize.memory_bytes(model) if quantize.block_of(vllm_config) else online_quantization.more_bytes(model)
     need = Need(size_bytes, copies, more, "while it quantizes a checkpoint of floats")
     client.budget.check(need, workers=workers_of_host(vllm_config), mend=MEND)
 

@@ -11,7 +11,7 @@ all processes of one job have it in common, and those of another job have not.
   After a restart of the hub a stranger could take the name of a worker that is about to send Hello.
 - A reader cannot have the name of a worker with the secret, and loses it when one sends Hello under it (hub.py).
 - Trainers are not removed here, as others may need what they hold: which one counts is decided when they begin
-  (beginning.py). One whose name another process has taken, and that goes on, changes nothing any more; without a secret
+  (attempts.py). One whose name another process has taken, and that goes on, changes nothing any more; without a secret
   the hub only warns of it.
 """
 
@@ -22,7 +22,7 @@ import hmac
 
 import msgspec
 
-from tensorhub_plugins.core.hub.beginning import is_trainer
+from tensorhub_plugins.core.hub.attempts import is_trainer
 from tensorhub_plugins.core.hub.candidates import the_same
 from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.registry import Registry

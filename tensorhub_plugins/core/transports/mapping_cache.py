@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from tensorhub_plugins.core.memory.loans import is_over
-from tensorhub_plugins.core.process import close_in_children
+from tensorhub_plugins.core.process_lifetime import close_in_children
 from tensorhub_plugins.core.threads import Thread
 
 Key = TypeVar("Key", bound=Hashable)

@@ -3,7 +3,7 @@
 vLLM calls that online quantization. Such a layer has no memory until it has got all of its floats; then its
 quantization method makes what the kernel reads of them, scales included. A reload does the same again (reload.py), so a
 checkpoint of floats needs nothing more; its first load is what has to be brought to its end here. Kernels that remember
-the scales of a reload are led back to the layer's own (references.py).
+the scales of a reload are led back to the layer's own (kernel_references.py).
 """
 
 from __future__ import annotations

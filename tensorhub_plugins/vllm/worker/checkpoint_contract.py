@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorhub_plugins.core import VersionRefused, same_bytes
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.vllm.worker import draft, online
+from tensorhub_plugins.vllm.worker import draft, online_quantization
 from tensorhub_plugins.vllm.worker.fingerprint import ends_of, parallel_ranks
 from tensorhub_plugins.vllm.worker.plan import (
     Piece,
@@ -205,7 +205,7 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
         with torch.no_grad(), set_current_vllm_config(vllm_config), _stand_ins(model) as places:
             return rehearse_in(places, partial(draft.load, model), tensors, ends=ends, heads=heads)
     except VersionRefused as error:
-        advice = online.advice(model, vllm_config, tensors) or draft.advice(error.message)
+        advice = online_quantization.advice(model, vllm_config, tensors) or draft.advice(error.message)
         raise VersionRefused(error.message + advice) from error
 
 
