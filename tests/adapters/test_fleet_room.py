@@ -86,7 +86,7 @@ def test_a_place_is_reserved_on_other_nodes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_place_is_not_waited_for_without_limit_and_not_left_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, free=0)
-    with pytest.raises(DeadlineExceeded, match="for mine, somebody else took them"):
+    with pytest.raises(DeadlineExceeded, match="for mine, which others took"):
         placement.reserve("mine", [GPU])
     assert cluster.now == pytest.approx(RESERVE_TIMEOUT_S, abs=1.0) and cluster.groups == []
 

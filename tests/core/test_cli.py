@@ -368,7 +368,7 @@ def test_a_server_with_a_secret_is_for_those_who_have_it(tmp_path, capsys):
 
 def test_a_server_without_a_secret_says_for_whom_it_is(capsys):
     assert main(["server", "--address", "tcp://0.0.0.0:0"]) == 1
-    assert "without a secret everybody who reaches tcp://0.0.0.0:0 could read" in capsys.readouterr().err
+    assert "without a secret any process that reaches tcp://0.0.0.0:0 could read" in capsys.readouterr().err
     for options, words in (
         (["--address", "tcp://127.0.0.1:0"], "no secret, so this hub is for this host only: `tensorhub keygen`"),
         (["--address", "tcp://0.0.0.0:0", "--insecure"], "no secret, so this hub is for all who reach it"),
