@@ -248,7 +248,7 @@ def _add_measures(commands: Any) -> None:
     bench.add_argument("--mb", type=int, default=256, metavar="N", help="to serve (default: %(default)s)")
     bench.add_argument("--rounds", type=int, default=5, metavar="N", help="(default: %(default)s)")
     bench.add_argument("--timeout", type=_seconds, default=60.0, metavar="S", help="of all (default: %(default)g)")
-    bench.add_argument("--insecure", action="store_true", help="serve all who reach the port, without a secret")
+    bench.add_argument("--insecure", action="store_true", help="serve whatever reaches the port, without a secret")
     _add_secret(bench)
 
 
@@ -367,8 +367,8 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
     run_log.use(options.events)
     keys = _keys(options)
     if keys is None:
-        whom = "all who reach it" if options.insecure else "this host only: `tensorhub keygen` makes a secret"
-        _say(f"tensorhub: no secret, so this hub is for {whom}")
+        what = "whatever reaches it" if options.insecure else "this host only: `tensorhub keygen` makes a secret"
+        _say(f"tensorhub: no secret, so this hub is for {what}")
     address = _listens_at(PORT, keys, insecure=options.insecure) if options.address is None else options.address
     if options.interface is not None:
         address = format_address("tcp", addresses_of(options.interface, "--interface")[0], PORT)
@@ -422,7 +422,9 @@ def _add_server(server: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--interface", metavar="NAME", help="listen on this network interface only, port 7070")
     server.add_argument(
-        "--insecure", action="store_true", help="without a secret, let all who reach the address read and write"
+        "--insecure",
+        action="store_true",
+        help="without a secret, let whatever reaches the address read and write",
     )
     _add_secret(server)
     server.add_argument("--verbose", action="store_true", help="log every decision")

@@ -371,7 +371,7 @@ def test_a_server_without_a_secret_says_for_whom_it_is(capsys):
     assert "without a secret any process that reaches tcp://0.0.0.0:0 could read" in capsys.readouterr().err
     for options, words in (
         (["--address", "tcp://127.0.0.1:0"], "no secret, so this hub is for this host only: `tensorhub keygen`"),
-        (["--address", "tcp://0.0.0.0:0", "--insecure"], "no secret, so this hub is for all who reach it"),
+        (["--address", "tcp://0.0.0.0:0", "--insecure"], "no secret, so this hub is for whatever reaches it"),
     ):
         with server_process(*options) as (process, address):
             assert fetch_status(address.replace("0.0.0.0", "127.0.0.1"))["models"] == []

@@ -80,6 +80,7 @@ NO_VERB = re.compile(
 DIALECT = re.compile(
     r"\b(who|whom|whoever|(no|some|any)body|let go|(give|gives|given|gave) up|former li(fe|ves))\b", re.I
 )
+PERSONS = re.compile(r"\b(no|some|any)body\b", re.I)
 COMMENT = re.compile(r"^(?:.*  | *)# (.+)$", re.M)
 
 
@@ -91,22 +92,31 @@ def begins_with_a_verb(docstring: str) -> bool:
 
 
 def findings(source: str) -> Iterator[str]:
-    """Docstrings of functions without a verb at the beginning, then docstrings and comments with words of a dialect."""
+    """Docstrings of functions without a verb at the beginning, then texts and comments with words of a dialect."""
     prose = COMMENT.findall(source)
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:  # messages
+            prose.append(node.value)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
             docstring = ast.get_docstring(node)
             if docstring is None:
                 continue
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not begins_with_a_verb(docstring):
                 yield f"{node.name}: {(docstring.splitlines() or ['nothing'])[0]}"
-            prose.append(docstring)
     yield from (line for text in prose for line in text.splitlines() if DIALECT.search(line))
 
 
 def test_docstrings_are_imperative_sentences_in_the_fields_words() -> None:
     files = {str(file.relative_to(PACKAGE)): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
     assert [f"{file}: {found}" for file, source in files.items() for found in findings(source)] == []
+
+
+def test_the_pages_for_users_are_in_the_fields_words() -> None:
+    root = PACKAGE.parent
+    pages = [root / "README.md", *sorted(root.glob("docs/*.md"))]
+    lines = [(page.name, line) for page in pages for line in page.read_text().splitlines()]
+    assert [line for line in lines if PERSONS.search(line[1])] == []
+    assert PERSONS.search("a version that nobody holds") and not PERSONS.search("whoever reads `docs/who.md`")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +131,7 @@ def test_docstrings_are_imperative_sentences_in_the_fields_words() -> None:
         ('def ask():\n    """Pass it on.\n\n    Who waits is named."""', ["    Who waits is named."]),
         ("x = 1  # nobody reads it\n# let go of it\ny = 2", ["nobody reads it", "let go of it"]),
         ('class A:\n    """The size of it."""\n    def f(self):\n        """Return whether it is so."""', []),
+        ("raise ValueError(f'{key} is held by nobody')", [" is held by nobody"]),
         ("whose = 'who'  # the one whose name it is", []),
     ],
 )

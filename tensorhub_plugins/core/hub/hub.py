@@ -249,7 +249,7 @@ class Hub:
         the records are inconsistent, so that only a new hub helps."""
         worker = None if session is None else self.registry.workers.get(session)
         if worker is not None:
-            self._forget(worker, "is given up, because the hub has failed over what it said")
+            self._forget(worker, "is evicted, because the hub has failed over what it said")
         for history in self.registry.histories.values():
             self.registry.waiters.mark_dirty(history)
         self._run_dirty(now)
@@ -329,7 +329,7 @@ class Hub:
         if request_id in worker.pending:
             return
         if isinstance(message, m.Dated) and message.until is not None and message.until.is_over(self.session, now):
-            self._outbox.log(f"{worker.name}: a {type(message).__name__} was heard after it was given up: dropped")
+            self._outbox.log(f"{worker.name}: a {type(message).__name__} was heard after it was evicted: dropped")
             return  # a caller that still waits (our clock seems earlier to it) asks again
         items = worker.pending_items + items_of(message)
         if len(worker.pending) >= PENDING_PER_SESSION_MAX or items > PENDING_ITEMS_MAX:

@@ -303,7 +303,7 @@ class SourceReader:
         with self._changed:
             if self._closed:
                 link.close()
-                raise SourceLost("given up while it was opened", peer=self.grant.worker, phase="open")
+                raise SourceLost("abandoned while it was opened", peer=self.grant.worker, phase="open")
             self._link = link
             self._misled = self._away != HOST and all(map(is_of_one_host, endpoint.split(",")))
         link.digests, link.ticket, link.borrows = self._verify, self.grant.ticket, self._borrows

@@ -424,7 +424,7 @@ class Updater:
                 self._client.unpublish(fetched.version, fetched.layout)
             fetched.release()
         except TensorHubError as error:
-            logger.warning("%s: version %d was not let go of: %s", self._name, staged.version, error)
+            logger.warning("%s: version %d was not released: %s", self._name, staged.version, error)
 
     def _forget(self, staged: Staged) -> Fetched | None:
         """Return what was fetched, of which no views are kept any more."""
