@@ -209,7 +209,11 @@ RECOVERS = {"ds.zero_stage": 2, "ds.use_universal_ckpt": False, "ckpt.disable_ds
     [
         ("", {"ds.zero_stage": 3}, None),
         ("//h:1?run=r&recover_weights=resumed_step", {}, "takes the weights of its checkpoint from workers.*LOOK"),
-        ("//h:1?run=r&recover_weights=latest&retain_copies=2", {}, "the NEWEST weights .* OLDER .*nobody does$"),
+        (
+            "//h:1?run=r&recover_weights=latest&retain_copies=2",
+            {},
+            "the NEWEST weights .* OLDER .*no worker holds them$",
+        ),
         ("//h:1?run=r&recover_weights=latest", {"ds.zero_stage": 3}, "the NEWEST weights .* OLDER"),
     ],
 )

@@ -269,7 +269,7 @@ def test_verls_trainers_that_are_refused_have_no_engines_on_gpus_of_their_own():
         ([*SEPARATE, *PULL, "actor_rollout_ref.model.lora.rank=8"], "set actor_rollout_ref.model.lora_rank, or set"),
         ([*SEPARATE, *PULL, LORA, GATHER], "parts=false out, or set actor"),
         ([*SEPARATE, *PULL, LORA, "actor_rollout_ref.model.target_parameters=[w]"], "target_parameters out"),
-        ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"], "GPUs that nobody uses"),
+        ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"], "GPUs that stay unused"),
         ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.data_parallel_size=2"], "set it to 1"),
         ([*SEPARATE, *PULL, f"{OPTIONS}.keeep=3"], "did you mean 'keep'"),
         ([*SEPARATE, *PULL, SEPARATE[1].replace("=1", "=4")], "set trainer.v1.separate_async.parameter_sync_step=1"),

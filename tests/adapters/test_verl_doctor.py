@@ -218,7 +218,7 @@ def test_lines_that_cannot_run_are_refused(mode, arguments, says, job):
         ),
         ("trainer.n_gpus_per_node=0", "the trainer needs GPUs: set trainer.nnodes and trainer.n_gpus_per_node"),
         ("trainer.nnodes=0", "the trainer needs GPUs: set trainer.nnodes and trainer.n_gpus_per_node"),
-        (f"+{checks.ENGINE}.engine_kwargs.tensorhb.keep=2", f"read by nobody: did you mean {config.WHERE}?"),
+        (f"+{checks.ENGINE}.engine_kwargs.tensorhb.keep=2", f"not read: did you mean {config.WHERE}?"),
         ("actor_rollout_ref.model.path=''", "actor_rollout_ref.model.path is empty"),
         ("trainer.n_gpus_per_node=abc", "trainer.n_gpus_per_node is 'abc': give a whole number, 0 or more"),
         ("trainer.n_gpus_per_node=1.5", "trainer.n_gpus_per_node is 1.5"),

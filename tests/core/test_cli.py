@@ -94,7 +94,7 @@ def test_a_hub_whose_figures_get_no_thread_runs_without_them(monkeypatch, capsys
     def refused(**_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(exposition, "threading", SimpleNamespace(Thread=refused))
+    monkeypatch.setattr(exposition, "Thread", refused)
     served = exposition.served  # at a free port: the one after the hub's may be another process's
     monkeypatch.setattr(exposition, "served", lambda server, host, port: served(server, host, 0))
     with start_server() as hub:
@@ -250,8 +250,8 @@ def test_pin_unpin_and_withdraw_say_what_is_so_and_status_shows_it(hub_with_vers
 def test_directives_that_cannot_be_are_refused_and_say_why(hub_with_versions, capsys):
     address, _ = hub_with_versions
     for arguments, words in (
-        (["pin", "7", "--run", "r"], "nobody holds it; held: [1, 2]"),
-        (["pin", "1"], "nobody holds it; held: none"),  # of the run "default"
+        (["pin", "7", "--run", "r"], "no worker holds it; held: [1, 2]"),
+        (["pin", "1"], "no worker holds it; held: none"),  # of the run "default"
         (["withdraw", "7", "--run", "r"], "never published"),
         (["withdraw", "0", "--run", "r"], "positive integer"),
         (["withdraw", "three", "--run", "r"], "version 'three': give a step, or attempt/step"),

@@ -51,7 +51,7 @@ def test_what_nobody_takes_is_lost_and_said(stage: Stage, caplog: pytest.LogCapt
     leaver.replicate(tensors(), 1)
     trainer.close()
     assert not leaver.hand_over(0.3)
-    assert "leaving with version 1: it is the last copy, and nobody took it" in caplog.text
+    assert "leaving with version 1: it is the last copy, and no worker took it" in caplog.text
     leaver.close()
     with pytest.raises((VersionGone, NotPublished)):
         stage.client("rollout-1").replicate(tensors(), 1, timeout_s=0.5)
@@ -105,7 +105,7 @@ def test_a_read_that_is_not_over_keeps_no_other_version_here(
         else:
             assert left.result(SOON_S) is False
             assert "leaving with version 2: it is still being read here" in caplog.text
-            assert "leaving with version 1: it is the last copy, and nobody took it" in caplog.text
+            assert "leaving with version 1: it is the last copy, and no worker took it" in caplog.text
         let_go(trainer, 2)
         reading.result(SOON_S)
         assert left.result(SOON_S) is ends

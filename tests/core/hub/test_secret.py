@@ -252,7 +252,7 @@ def test_a_hub_that_comes_back_with_the_secret_is_found_again() -> None:
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://[::]:0", "tcp://10.0.0.1:0", "tcp://somewhere:0"])
 def test_without_a_secret_a_hub_is_for_this_host(address: str) -> None:
-    with pytest.raises(UsageError, match=r"everybody who reaches .* could read and write weights"):
+    with pytest.raises(UsageError, match=r"any process that reaches .* could read and write weights"):
         Server(address)
 
 
