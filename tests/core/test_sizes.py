@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 4_425,
+    "core": 4_430,
     "core/client": 5_665,
     "core/deltas": 685,
     "core/hub": 5_655,
