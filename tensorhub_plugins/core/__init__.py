@@ -92,7 +92,7 @@ _LATER = {
     **dict.fromkeys(("on_host", "settle_host", "synchronize"), "device"),
     "copy_all": "memory.staging",
     "release_cached_memory": "drivers",
-    "gate": "capturing",
+    "gate": "graph_capture",
     "Publisher": "client.publisher",
     "Recovery": "client.recovery",
     **dict.fromkeys(("AllHeld", "Held", "Turns", "held_run", "held_split", "of_all_ranks"), "client.parts"),

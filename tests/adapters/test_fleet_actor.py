@@ -344,7 +344,7 @@ def test_the_list_shows_spares_and_counts_them_nowhere() -> None:
 def test_a_spare_is_started_told_to_join_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[dict[str, float]] = []
     monkeypatch.setattr(fleet_actor.Gauges, "set", lambda self, figures: shown.append(figures))
-    monkeypatch.setattr(fleet_actor.room, "is_wanted", lambda: False)
+    monkeypatch.setattr(fleet_actor.placement, "is_wanted", lambda: False)
 
     async def story(stage: Stage) -> None:
         def waits(name: str) -> Seen:

@@ -83,7 +83,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(launcher, "ray", fake)
     monkeypatch.setattr(launcher, "get_placement_group", fake.find)
     monkeypatch.setattr(launcher, "remove_placement_group", fake.remove)
-    monkeypatch.setattr(launcher, "room", fake)
+    monkeypatch.setattr(launcher, "placement", fake)
     parts = SimpleNamespace(TensorHubEngine=object, get_bundle_indices=lambda group, at, count: [3, 1][:count])
     monkeypatch.setattr(launcher, "import_module", lambda _: parts)
     monkeypatch.setattr(launcher, "CLOSE_TIMEOUT_S", 0.01)

@@ -54,9 +54,9 @@ def made(monkeypatch):
 
     monkeypatch.setattr(launcher.hub, "find", find)
     monkeypatch.setattr(launcher.hub, "run_name", lambda options: "verl-1")
-    monkeypatch.setattr(launcher.room, "slots", lambda bundles, avoid: 0 if "full" in avoid else 1)
+    monkeypatch.setattr(launcher.placement, "slots", lambda bundles, avoid: 0 if "full" in avoid else 1)
     monkeypatch.setattr(
-        launcher.room,
+        launcher.placement,
         "reserve_all",
         lambda names, bundles, **how: [(name, bundles, how) for name in names],
     )
@@ -92,8 +92,8 @@ async def test_a_replica_of_several_nodes_takes_them_together_and_one_after_the_
         at_once.append(-len(asked))
         return names
 
-    monkeypatch.setattr(launcher.room, "reserve_all", reserve_all)
-    monkeypatch.setattr(launcher.room, "slots", lambda bundles, avoid: 4)
+    monkeypatch.setattr(launcher.placement, "reserve_all", reserve_all)
+    monkeypatch.setattr(launcher.placement, "slots", lambda bundles, avoid: 4)
     given = root()
     given.actor_rollout_ref.rollout.tensor_model_parallel_size = 4  # of nodes with two
     owner = VerlLauncher(given, config.Options())

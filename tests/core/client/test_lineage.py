@@ -112,7 +112,11 @@ def test_an_attempt_begins_in_the_middle_of_a_transfer(stage, progress, monkeypa
 
 def test_a_process_is_told_from_a_later_one_with_its_number():
     ended = subprocess.run(
-        [sys.executable, "-c", "from tensorhub_plugins.core import process; print(process.identity(), end='')"],
+        [
+            sys.executable,
+            "-c",
+            "from tensorhub_plugins.core.process_lifetime import identity; print(identity(), end='')",
+        ],
         check=True,
         capture_output=True,
         text=True,
