@@ -26,10 +26,11 @@ For servers that follow by themselves (engine/core_follower.py), client=Followin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -44,14 +45,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from tensorhub_plugins.core import LATEST, Client, Publisher, TensorHubError, UsageError, settle_host
+from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.config import WorkerConfig, configure, is_further_rank
 from tensorhub_plugins.vllm.plugin import register
 from tensorhub_plugins.vllm.worker import cpu
 from tensorhub_plugins.vllm.worker.extension import extend, join
 from tensorhub_plugins.vllm.worker.updater import Updater, time_of_update
-
-TIMEOUT_S = 600.0  # of one publish
 
 
 @dataclass
@@ -161,9 +161,9 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         if init_info.is_sender:
             names: dict[str, Any] = {"run": init_info.run, "model": init_info.model}
             store = Client(init_info.hub, replica=init_info.replica, **{**names, **init_info.client})
-            publisher = Publisher(
-                store, rank=0, ranks=1, worker=init_info.replica, keep=1, timeout_s=TIMEOUT_S, begins=True
-            )
+            size_bytes = sum(prod(meta.shape) * meta.dtype.itemsize for meta in _declared(source))
+            worker, timeout_s = init_info.replica, TrainingOptions.timeout_for(size_bytes)
+            publisher = Publisher(store, rank=0, ranks=1, worker=worker, keep=1, timeout_s=timeout_s, begins=True)
             client.init_weight_transfer_engine({"hub": init_info.hub, **names, **init_info.engine})
         linger_s, is_sender = init_info.linger_s, init_info.is_sender
         return cls(publisher=publisher, linger_s=linger_s, client=client, source=source, is_sender=is_sender)
@@ -196,8 +196,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the source's tensors; raise UsageError if it lacks one that it declares."""
-        found = self.source.metadata
-        lacking = {meta.name for meta in (found() if callable(found) else found)}
+        lacking = {meta.name for meta in _declared(self.source)}
         for name, tensor in _items(self.source):
             yield name, tensor
             lacking.discard(name)
@@ -252,6 +251,11 @@ class Declared(list[ParamMeta]):
 
     def __call__(self) -> Declared:
         return self
+
+
+def _declared(source: Any) -> Iterable[ParamMeta]:
+    found = source.metadata
+    return found() if callable(found) else found
 
 
 def _items(source: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -58,6 +58,20 @@ def test_a_trainer_whom_nobody_reads_leaves_all_the_same(hub: Server, caplog: py
         assert not any(info.visible for info in late.versions())
 
 
+def test_a_publish_has_as_long_as_its_size_needs(hub: Server) -> None:
+    class Large(Since033):
+        metadata = [SimpleNamespace(name="a", dtype=torch.bfloat16, shape=(1000, 1000, 1000))]  # noqa: RUF012
+
+        def __init__(self) -> None:
+            pass
+
+    for source, timeout_s in ((Large(), 124.0), (Since033(()), 120.0)):
+        info = TensorHubTrainerInitInfo(hub=hub.address, model="actor", rank=0, linger_s=0.0)
+        engine = TensorHubTrainerEngine.trainer_init(info, client=FollowingEngines(), source=source)
+        assert engine._publisher is not None and engine._publisher.timeout_s == pytest.approx(timeout_s)
+        engine.shutdown()
+
+
 def test_a_trainer_without_a_version_or_a_hub_leaves_at_once(hub: Server) -> None:
     trainer(hub, linger_s=600.0).shutdown()
     engine = trainer(hub, linger_s=600.0)
