@@ -205,6 +205,7 @@ def archive(*members: tuple[str, bytes, bytes]) -> bytes:
     [
         archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile/../../out", tarfile.REGTYPE, b"x")),
         archive(("compile/good", tarfile.REGTYPE, b"x"), ("/etc/out", tarfile.REGTYPE, b"x")),
+        archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile//tmp/out", tarfile.REGTYPE, b"x")),
         archive(("compile/good", tarfile.REGTYPE, b"x"), ("elsewhere/out", tarfile.REGTYPE, b"x")),
         archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile/link", tarfile.SYMTYPE, b"")),
         archive(("compile/good", tarfile.REGTYPE, b"x"), ("compile/pipe", tarfile.FIFOTYPE, b"")),

@@ -24,7 +24,7 @@ CEILINGS = {
     "core/transports": 7_085,
     "openrlhf": 2_580,
     "verl": 4_252,
-    "vllm": 9_096,
+    "vllm": 9_100,
     "vllm/doctor": 800,
     "vllm/worker": 5_840,
 }

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias, cast
 
 import msgspec
 import torch
@@ -275,6 +275,7 @@ def unpack(content: bytes, folders: Folders) -> tuple[set[str], int]:
                     or not member.isreg()
                     or member.issparse()
                     or not rest
+                    or rest.startswith("/")
                     or ".." in PurePosixPath(rest).parts
                 ):
                     raise VersionRefused(f"{member.name!r:.200} is no file of a cache of compiled code")
@@ -288,9 +289,12 @@ def unpack(content: bytes, folders: Folders) -> tuple[set[str], int]:
                 try:
                     if part not in made:
                         made[part] = Path(stack.enter_context(_temporary(folders[part])))
-                    archive.extract(member, made[part], filter="data")
+                    file = made[part] / "file"
+                    file.write_bytes(cast("IO[bytes]", archive.extractfile(member)).read())
+                    file.chmod(member.mode & 0o755 | 0o600)
+                    os.utime(file, (member.mtime, member.mtime))
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    os.replace(made[part] / member.name, target)
+                    os.replace(file, target)
                 except OSError as error:
                     failed[part] = error
                 else:
