@@ -347,8 +347,8 @@ def test_an_engine_takes_what_a_trainer_holds(kind: str, models: Any, hub: Serve
         assert update(engine, version_of(1, 3))
         assert engine.generate() == expected and engine.call("tensorhub_digests")["runtime"] == digests
         if kind == "mixtral":  # the negative control; the names of some other families happen to be understood
-            assert trainer._store is not None
-            trainer._store.publish(version_of(1, 4), old.state_dict())
+            assert trainer._publisher is not None
+            trainer._publisher.client.publish(version_of(1, 4), old.state_dict())
             assert not update(engine, version_of(1, 4))
         trainer.shutdown()
 
