@@ -160,9 +160,9 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         publisher = None
         if init_info.is_sender:
             names: dict[str, Any] = {"run": init_info.run, "model": init_info.model}
-            store = Client(init_info.hub, replica=init_info.replica, **{**names, **init_info.client})
             size_bytes = sum(prod(meta.shape) * meta.dtype.itemsize for meta in _declared(source))
             worker, timeout_s = init_info.replica, TrainingOptions.timeout_for(size_bytes)
+            store = Client(init_info.hub, replica=worker, **{**names, **init_info.client})
             publisher = Publisher(store, rank=0, ranks=1, worker=worker, keep=1, timeout_s=timeout_s, begins=True)
             client.init_weight_transfer_engine({"hub": init_info.hub, **names, **init_info.engine})
         linger_s, is_sender = init_info.linger_s, init_info.is_sender
@@ -179,23 +179,24 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
 
         One that is refused does not count; one that the engines did not take does, and they may yet. The first one
         begins an attempt: what the trainer published from that step on, before it was started again, is superseded."""
-        before, self._step = self._step, self._step + 1 if version is None else number_of(version)
+        before, step = self._step, self._step + 1 if version is None else number_of(version)
         if self._publisher is None:
             for _ in _items(self.source):  # the ranks that hold parts of a tensor gather it together
                 pass
+            self._step = step
             return
         try:
-            self._publisher.publish(self._step, self._whole())
+            self._publisher.publish(step, self._whole(step))
         except UsageError:  # nothing was offered; after any other error it may have been seen, and never changes
             self._step = before
             raise
-        number = self._publisher.version(self._step)
+        number = self._publisher.version(step)
         self.client.start_weight_update()
         self.client.update_weights({"version": number})
         self.client.finish_weight_update(str(number))
 
-    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the source's tensors; raise UsageError if it lacks one that it declares."""
+    def _whole(self, step: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the source's tensors; raise UsageError if it lacks one that it declares. The step counts then."""
         lacking = {meta.name for meta in _declared(self.source)}
         for name, tensor in _items(self.source):
             yield name, tensor
@@ -205,6 +206,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
                 f"the source declares {min(lacking)}, and {len(lacking) - 1} more, that rank 0 got nothing of: rank 0 "
                 "publishes, so give it a source that it owns all parameters of, such as CheckpointSource(model)"
             )
+        self._step = step
 
     def shutdown(self) -> None:
         """Leave the store, once another worker holds the last version (or `linger_s` is over)."""

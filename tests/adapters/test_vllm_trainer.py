@@ -109,6 +109,23 @@ def test_a_version_that_could_not_be_published_does_not_count(hub: Server) -> No
     engine.shutdown()
 
 
+def test_a_version_whose_source_fails_does_not_count(hub: Server) -> None:
+    class Fails(Since033):
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from super().iter_full()
+            raise RuntimeError("injected")
+
+    engine = trainer(hub, linger_s=0.0)
+    good, engine.source = engine.source, Fails(("a",))
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.send_weights()
+    engine.source = good
+    engine.send_weights()
+    with Client(hub.address, run="default", model="actor", replica="reader") as reader:
+        assert reader.wait(timeout_s=10.0) == 1
+    engine.shutdown()
+
+
 def test_a_trainer_with_own_numbers_starts_again_and_is_rolled_back(hub: Server) -> None:
     """As Publisher's: each start is an attempt, whose first number may be one that was published before."""
 

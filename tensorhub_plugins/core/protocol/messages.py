@@ -147,8 +147,8 @@ class Hello(_Message, frozen=True):
     only with its former and next incarnations. welcomed: the incarnation of the hub that has admitted this session;
     b"": none yet. retain_...: as in this worker's last Retain that was answered; None: none was. tls_only: other data
     centres are served over TLS only. until: when the first of these holdings whose Publish is unanswered is abandoned;
-    None: none is. name_proof: of the last Alive, see hub/duplicate_names.py. hosts: beside
-    that of `endpoints`, at the same ports."""
+    None: none is. name_proof: of the last Alive, see hub/duplicate_names.py. hosts: beside that of `endpoints`, at the
+    same ports."""
 
     run: Name
     model: Name

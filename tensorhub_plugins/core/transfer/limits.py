@@ -10,8 +10,8 @@ BACKOFF_FIRST_S = 0.1  # before it asks again after a loss; twice that after the
 WINDOW_HERE_SEGMENTS = 128  # asked for ahead of a source on this host: 16 small ones are copied before the next come
 RATE_S = 0.1  # the shortest time over which a rate is measured
 RATES_CHECKED_S = 0.25  # how often
-SLOW_SEGMENTS = 8  # a source is not slow before so many could have come at its measured rate,
-SLOW_RATE = 0.25  # or at this fraction of its best rate
+SLOW_SEGMENTS = 8  # a source is not slow before so many could have come at its measured rate
+SLOW_RATE = 0.25  # it is slow below this fraction of its best rate
 TAKEOVER_RATIO, TAKEOVER_S = 2.0, 0.2  # leave a source where the rest would take so many times, and seconds, longer
 
 
