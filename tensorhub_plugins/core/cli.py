@@ -172,7 +172,7 @@ def _failure(arguments: list[str]) -> int:
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.command == "fleet":
-        return int(_adapter("vllm.ray.fleet_cli", "fleet talks to a Ray cluster: install ray").run(options))
+        return int(_adapter("vllm.ray.fleet.commands", "fleet talks to a Ray cluster: install ray").run(options))
     if options.command == "completion":
         print(completion.script(parser))
         return 0

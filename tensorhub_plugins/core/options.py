@@ -93,7 +93,7 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     pull_until: int | None = None  # the last step whose weights engines take, for experiments with staleness
     recover_weights: RecoverWeights = "off"  # of a run that resumes: not from its checkpoint, see client/recovery.py
     allow_untested: bool = False  # run with versions of the framework and of vLLM that were not tested
-    # How many replicas a run has, see vllm/ray/fleet.py. External servers do not count.
+    # How many replicas a run has, see vllm/ray/fleet/. External servers do not count.
     fleet_min: int = 1  # so many others must be ready before one that is drained by name leaves
     fleet_max: int = FLEET_MAX  # replicas, whatever the target or a policy says
     fleet_target: int | None = None  # None: as many as the framework has started

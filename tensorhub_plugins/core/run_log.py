@@ -34,7 +34,7 @@ request        one request ended at a replica. seconds, outcome ("stop", "length
 prompt         OpenRLHF: all samples of one prompt have come. number: of the prompt in this run, samples
 request_given_back  OpenRLHF: an engine has to leave, and one of its prompts goes on elsewhere. tokens: those kept
 update_failed  an update of a replica ended in an error. version, error
-member         a member of the fleet has changed its state or version (vllm/ray/fleet_types.py).
+member         a member of the fleet has changed its state or version (vllm/ray/fleet/types.py).
                state, kind, version, node, why
 hub_warning    a hub has logged a warning: a worker that it declared dead, a source that sends other bytes. what
 target         the fleet's target number of replicas was changed. target, by ("people", or the policy's name)

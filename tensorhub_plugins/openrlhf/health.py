@@ -18,8 +18,8 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.vllm.ray import replica_metrics
 from tensorhub_plugins.vllm.ray.actor_handles import DEAD, ENDED
-from tensorhub_plugins.vllm.ray.fleet_events import Reported
-from tensorhub_plugins.vllm.ray.fleet_types import Entry
+from tensorhub_plugins.vllm.ray.fleet.events import Reported
+from tensorhub_plugins.vllm.ray.fleet.types import Entry
 from tensorhub_plugins.vllm.ray.members import Failure, Member, Members
 
 logger = get_logger(__name__)

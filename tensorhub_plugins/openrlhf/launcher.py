@@ -1,4 +1,4 @@
-"""How the fleet makes and ends OpenRLHF's engines (../vllm/ray/fleet_types.py `Launcher`).
+"""How the fleet makes and ends OpenRLHF's engines (../vllm/ray/fleet/types.py `Launcher`).
 
 The first engines stand in one placement group of OpenRLHF's; each further one has its own. Ray cannot give back a part
 of a group, so the place of a first engine that has left is kept for the next one that joins.

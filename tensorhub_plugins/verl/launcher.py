@@ -1,4 +1,4 @@
-"""How the fleet makes one more replica of a running verl job, and gives one back (../vllm/ray/fleet.py asks for it).
+"""How the fleet makes one more replica of a running verl job, and gives one back (../vllm/ray/fleet/ asks for it).
 
 A replica of verl is whole in itself: a placement group, workers that hold the GPUs, a server actor. It is made as
 verl's own manager makes it, under a rank that no other had, except that nothing is read from a disk: its first weights

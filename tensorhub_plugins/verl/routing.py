@@ -28,8 +28,8 @@ from tensorhub_plugins.verl.request_counts import Load
 from tensorhub_plugins.vllm.plugin import wrap
 from tensorhub_plugins.vllm.ray import replica_metrics
 from tensorhub_plugins.vllm.ray.actor_handles import DEAD, ENDED
-from tensorhub_plugins.vllm.ray.fleet_events import Reported
-from tensorhub_plugins.vllm.ray.fleet_types import Entry
+from tensorhub_plugins.vllm.ray.fleet.events import Reported
+from tensorhub_plugins.vllm.ray.fleet.types import Entry
 from tensorhub_plugins.vllm.ray.members import JOIN_INTERVAL_S, Failure, Heartbeat, Member, Members
 from tensorhub_plugins.vllm.ray.reporting import Reporter
 
@@ -310,7 +310,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         self._losses += 1
         self._lost.set()
 
-    # --- the fleet (../vllm/ray/fleet_types.py) -----------------------------------------------------------------------
+    # --- the fleet (../vllm/ray/fleet/types.py) -----------------------------------------------------------------------
 
     def seen(self) -> Reported:
         self.members.look(now := time.monotonic())  # this process may have stood still, and not the spares

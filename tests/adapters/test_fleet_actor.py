@@ -16,12 +16,13 @@ ray = pytest.importorskip("ray")
 
 from tensorhub_plugins.core import UsageError, version_of  # noqa: E402
 from tensorhub_plugins.core.options import TrainingOptions  # noqa: E402
-from tensorhub_plugins.vllm.ray import fleet_actor, fleet_cli, policy, preemption  # noqa: E402
-from tensorhub_plugins.vllm.ray import fleet_events as events  # noqa: E402
+from tensorhub_plugins.vllm.ray import policy, preemption  # noqa: E402
 from tensorhub_plugins.vllm.ray.actor_handles import opened, sealed  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet_actor import FleetActor, address_of  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet_starter import Starter  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen, View  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet import actor as fleet_actor  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet import commands, events  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet.actor import FleetActor, address_of  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet.starter import Starter  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet.types import Member, Seen, View  # noqa: E402
 
 
 class Launcher:
@@ -167,7 +168,7 @@ def test_a_start_nobody_wants_any_more_is_cancelled_and_cleaned_up(monkeypatch: 
 
 
 def test_what_cannot_be_stopped_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub_plugins.vllm.ray.fleet_state.STOP_DELAY_S", 0.05)
+    monkeypatch.setattr("tensorhub_plugins.vllm.ray.fleet.state.STOP_DELAY_S", 0.05)
 
     async def story(stage: Stage) -> None:
         await stage.report("rollout-0", "rollout-1")
@@ -323,7 +324,7 @@ def test_the_list_is_a_table() -> None:
     )
     gone = (Member("rollout-1", "joined", "gone", 9, 0, "10.0.0.2", 5.0, "its node 10.0.0.2 is lost"),)
     view = View(members, gone, target=2, minimum=1, maximum=4, slots=1, waiting=7, policy="queue_length:16")
-    assert fleet_cli.text(view).splitlines() == [
+    assert commands.text(view).splitlines() == [
         "NAME        KIND      STATE     VERSION  IN FLIGHT  NODE                  SINCE   WHY",
         "rollout-0   first     ready     12       3          10.0.0.1              42 s",
         "external-0  external  starting  -        0          http://10.0.0.9:8000  15 min",
@@ -335,7 +336,7 @@ def test_the_list_is_a_table() -> None:
 def test_the_list_shows_spares_and_counts_them_nowhere() -> None:
     members = (Member("r0", "first", "ready", 12, 3, "a", 1.0, ""), Member("r1", "spare", "spare", 0, 0, "b", 2.0, ""))
     view = View((*members, Member("r2", "spare", "starting", 0, 0, "", 3.0, "")), (), 1, 1, 4, 0, 0, "", spares=2)
-    *_, row, _, said = fleet_cli.text(view).splitlines()
+    *_, row, _, said = commands.text(view).splitlines()
     assert row.split() == ["r1", "spare", "spare", "-", "0", "b", "2", "s"]
     assert said == "target 1, 1 ready, 1 of 2 spares; fleet_min 1, fleet_max 4; room for 0 more; 0 requests wait"
     assert view.count("ready", "starting", "spare") == 1
@@ -382,7 +383,7 @@ def test_the_list_says_what_versions_are_once_a_trainer_has_started_again() -> N
         Member(f"rollout-{number}", "first", "ready", version, 0, "10.0.0.1", 1.0, "")
         for number, version in enumerate((12, version_of(2, 5)))
     )
-    *rows, _, said = fleet_cli.text(View(members, (), 2, 1, 4, 0, 0, "")).splitlines()
+    *rows, _, said = commands.text(View(members, (), 2, 1, 4, 0, 0, "")).splitlines()
     assert [row.split()[3] for row in rows] == ["VERSION", "12", "2/5"]
     assert said == "the trainer is in attempt 2: VERSION is attempt/step, of attempt 0 a step"
 

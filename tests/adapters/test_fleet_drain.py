@@ -7,8 +7,8 @@ from typing import Any
 
 from fleet_stories import NODES, deeds, fleet, says, seen, states
 
-from tensorhub_plugins.vllm.ray import fleet_events as events
-from tensorhub_plugins.vllm.ray.fleet_state import FleetState
+from tensorhub_plugins.vllm.ray.fleet import events
+from tensorhub_plugins.vllm.ray.fleet.state import FleetState
 
 
 def test_the_last_places_are_filled_again_before_one_leaves() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.vllm.ray.fleet_types import Kind, Member, State, View
+from tensorhub_plugins.vllm.ray.fleet.types import Kind, Member, State, View
 from tensorhub_plugins.vllm.ray.policy import checked, load
 
 

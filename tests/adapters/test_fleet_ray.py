@@ -15,8 +15,9 @@ ray = pytest.importorskip("ray")
 from fleet_run import Run, cluster, pid_of, wait  # noqa: E402
 
 from tensorhub_plugins.core import UsageError  # noqa: E402
-from tensorhub_plugins.vllm.ray import fleet, preemption  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet_cli import text  # noqa: E402
+from tensorhub_plugins.vllm.ray import preemption  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet import handle as fleet  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet.commands import text  # noqa: E402
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
 

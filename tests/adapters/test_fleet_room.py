@@ -13,7 +13,7 @@ from ray.exceptions import RayError  # noqa: E402
 
 from tensorhub_plugins.core import DeadlineExceeded  # noqa: E402
 from tensorhub_plugins.vllm.ray import placement  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet_events import RESERVE_TIMEOUT_S  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet.events import RESERVE_TIMEOUT_S  # noqa: E402
 from tensorhub_plugins.vllm.ray.placement import PART_TIMEOUT_S, SLOTS_MAX, count, needs_a_place, verdict  # noqa: E402
 
 GPU = {"GPU": 1.0, "CPU": 1.0}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from fleet_stories import NODES, deeds, fleet, says, seen, states
 
-from tensorhub_plugins.vllm.ray import fleet_events as ev
-from tensorhub_plugins.vllm.ray.fleet_state import FleetState
+from tensorhub_plugins.vllm.ray.fleet import events as ev
+from tensorhub_plugins.vllm.ray.fleet.state import FleetState
 
 FIRSTS = (seen("rollout-0"), seen("rollout-1"))
 WAITS = {"version": 0, "ready": False, "spare": True}

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.vllm.ray import fleet_events as ev
-from tensorhub_plugins.vllm.ray import fleet_state
-from tensorhub_plugins.vllm.ray.fleet_state import FleetState, _Member
-from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
+from tensorhub_plugins.vllm.ray.fleet import events as ev
+from tensorhub_plugins.vllm.ray.fleet import state as fleet_state
+from tensorhub_plugins.vllm.ray.fleet.state import FleetState, _Member
+from tensorhub_plugins.vllm.ray.fleet.types import Entry, Seen
 from tensorhub_plugins.vllm.ray.placement import RESERVE_TIMEOUT_S
 
 # --- stories ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from tensorhub_plugins.openrlhf.partial_answers import GivenBack, Journal  # noq
 from tensorhub_plugins.openrlhf.versions import FIRST  # noqa: E402
 from tensorhub_plugins.vllm.ray import reporting  # noqa: E402
 from tensorhub_plugins.vllm.ray.actor_handles import seal  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet.types import Entry, Seen  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
 from tensorhub_plugins.vllm.ray.members import DEATHS_MAX  # noqa: E402
 

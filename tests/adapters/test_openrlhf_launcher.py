@@ -139,7 +139,7 @@ def test_several_gpus_are_named_to_vllm(ray: FakeRay) -> None:
 
 
 def test_its_place_is_taken_before_anything_that_lasts(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fleet counts on it (fleet_state.py), and vLLM takes many seconds to import."""
+    """The fleet counts on it (fleet/state.py), and vLLM takes many seconds to import."""
     reserved: list[int] = []
     parts = launcher.import_module("openrlhf")
     monkeypatch.setattr(launcher, "import_module", lambda _: reserved.append(len(ray.reserved)) or parts)

@@ -18,8 +18,9 @@ from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import config as vllm_config
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.ray import config, fleet, hub
+from tensorhub_plugins.vllm.ray import config, hub
 from tensorhub_plugins.vllm.ray.config import location_of, preemptible_by
+from tensorhub_plugins.vllm.ray.fleet import handle as fleet
 
 ZONE = {"ray.io/availability-region": "eu-west", "ray.io/availability-zone": "eu-west-1a"}
 OWN = {"tensorhub.io/data-center": "paris", "tensorhub.io/rack": "r7"}

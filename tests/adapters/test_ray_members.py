@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 pytest.importorskip("vllm", reason="the package beside it needs vLLM")
 
 from tensorhub_plugins.vllm.ray import replica_metrics  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet_events import Reported  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet_state import FleetState  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet_types import Entry  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet.events import Reported  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet.state import FleetState  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet.types import Entry  # noqa: E402
 from tensorhub_plugins.vllm.ray.members import DEATHS_MAX, STILL_MAX_S, Member, Members  # noqa: E402
 
 

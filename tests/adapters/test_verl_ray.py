@@ -26,7 +26,8 @@ from tensorhub_plugins.verl import gpu_reservation, worker_stub  # noqa: E402
 from tensorhub_plugins.verl.config import Options  # noqa: E402
 from tensorhub_plugins.verl.launcher import give_back  # noqa: E402
 from tensorhub_plugins.verl.routing import TensorHubRouter  # noqa: E402
-from tensorhub_plugins.vllm.ray import fleet, placement  # noqa: E402
+from tensorhub_plugins.vllm.ray import placement  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet import handle as fleet  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 STORY_S = 120

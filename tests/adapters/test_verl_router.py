@@ -15,7 +15,7 @@ from tensorhub_plugins.verl import routing  # noqa: E402
 from tensorhub_plugins.verl.routing import Handle, ReplicaLost, TensorHubRouter  # noqa: E402
 from tensorhub_plugins.vllm.ray import reporting  # noqa: E402
 from tensorhub_plugins.vllm.ray.actor_handles import opened, sealed  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet_types import Entry  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet.types import Entry  # noqa: E402
 
 
 class Method:

@@ -14,7 +14,7 @@ from tensorhub_plugins.core.folders import TIMEOUT_S as FOLDER_TIMEOUT_S
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.core.work import STILL_S
 from tensorhub_plugins.vllm.config import START_TIMEOUT_S, FollowConfig, StartConfig
-from tensorhub_plugins.vllm.ray.fleet_state import START_TIMEOUT_S as FLEET_START_TIMEOUT_S
+from tensorhub_plugins.vllm.ray.fleet.state import START_TIMEOUT_S as FLEET_START_TIMEOUT_S
 from tensorhub_plugins.vllm.worker.updater import TIMEOUT_S as UPDATE_TIMEOUT_S
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "waits.md"

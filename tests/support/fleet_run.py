@@ -17,10 +17,11 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from tensorhub_plugins.core.options import TrainingOptions
-from tensorhub_plugins.vllm.ray import fleet, preemption
-from tensorhub_plugins.vllm.ray.fleet_events import Reported
-from tensorhub_plugins.vllm.ray.fleet_types import Entry
-from tensorhub_plugins.vllm.ray.fleet_types import Member as Shown
+from tensorhub_plugins.vllm.ray import preemption
+from tensorhub_plugins.vllm.ray.fleet import handle as fleet
+from tensorhub_plugins.vllm.ray.fleet.events import Reported
+from tensorhub_plugins.vllm.ray.fleet.types import Entry
+from tensorhub_plugins.vllm.ray.fleet.types import Member as Shown
 from tensorhub_plugins.vllm.ray.members import Member, Members
 from tensorhub_plugins.vllm.ray.placement import slots
 from tensorhub_plugins.vllm.ray.reporting import Reporter

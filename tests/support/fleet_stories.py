@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensorhub_plugins.vllm.ray.fleet_events import Changed, Cluster, Effect, Event, Reported, Say, Targeted
-from tensorhub_plugins.vllm.ray.fleet_state import FleetState
-from tensorhub_plugins.vllm.ray.fleet_types import Seen
+from tensorhub_plugins.vllm.ray.fleet.events import Changed, Cluster, Effect, Event, Reported, Say, Targeted
+from tensorhub_plugins.vllm.ray.fleet.state import FleetState
+from tensorhub_plugins.vllm.ray.fleet.types import Seen
 
 NODES = {"a": "10.0.0.1", "b": "10.0.0.2"}
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.vllm.ray import fleet_events as events
-from tensorhub_plugins.vllm.ray import fleet_state as machine
-from tensorhub_plugins.vllm.ray.fleet_state import FleetState
-from tensorhub_plugins.vllm.ray.fleet_types import Lost, Seen
+from tensorhub_plugins.vllm.ray.fleet import events
+from tensorhub_plugins.vllm.ray.fleet import state as machine
+from tensorhub_plugins.vllm.ray.fleet.state import FleetState
+from tensorhub_plugins.vllm.ray.fleet.types import Lost, Seen
 
 NODES = ("a", "b", "c")
 MAY_BECOME = {

@@ -16,7 +16,7 @@ from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError, RayActorError
 
 from tensorhub_plugins.core import DeadlineExceeded
-from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
+from tensorhub_plugins.vllm.ray.fleet.types import Entry, Seen
 
 # Of an actor that Ray will not start again: the second says that the node is lost to which it was pinned.
 DEAD = (ActorDiedError, ActorUnschedulableError)

@@ -5,7 +5,7 @@
     lost -----+                                +-- silent, failed, hung --> lost
 
 verl's router and OpenRLHF's generator ask every replica for a `Heartbeat` and dispatch by this one table; the fleet
-(fleet_types.py) gets what it knows, and says which to use.
+(fleet/types.py) gets what it knows, and says which to use.
 
 - In rotation is a replica that is *ready* and has answered within `timeout_s`. `able` says which may take a request.
 - One that falls silent or fails is taken out at once, in a new epoch: what it was given is asked elsewhere. It is put
@@ -29,8 +29,8 @@ from typing import Any, Literal
 
 from typing_extensions import Required, TypedDict
 
-from tensorhub_plugins.vllm.ray.fleet_events import Reported
-from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Seen
+from tensorhub_plugins.vllm.ray.fleet.events import Reported
+from tensorhub_plugins.vllm.ray.fleet.types import Entry, Kind, Seen
 
 JOIN_INTERVAL_S = 0.2  # between heartbeats of one that joins, whose first answer waits for them
 STILL_MAX_S = 5.0  # between two looks: a dispatcher that looks once a second stood still for the rest

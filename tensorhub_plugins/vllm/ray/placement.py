@@ -13,7 +13,7 @@ import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
 
 from tensorhub_plugins.core import DeadlineExceeded
-from tensorhub_plugins.vllm.ray.fleet_events import RESERVE_TIMEOUT_S
+from tensorhub_plugins.vllm.ray.fleet.events import RESERVE_TIMEOUT_S
 
 SLOTS_MAX = 64  # what lies beyond is not counted: more are never started at once
 PART_TIMEOUT_S = 5.0  # Ray gives what is free within a second, also when its head node is busy

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.vllm.ray.fleet_types import View
+from tensorhub_plugins.vllm.ray.fleet.types import View
 
 Policy: TypeAlias = Callable[[View], int]
 

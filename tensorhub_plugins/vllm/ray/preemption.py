@@ -18,8 +18,8 @@ import ray
 from tensorhub_plugins.core import files
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.ray import fleet
-from tensorhub_plugins.vllm.ray.fleet_actor import sentence
-from tensorhub_plugins.vllm.ray.fleet_events import DRAIN_TIMEOUT_MAX_S
+from tensorhub_plugins.vllm.ray.fleet.actor import sentence
+from tensorhub_plugins.vllm.ray.fleet.events import DRAIN_TIMEOUT_MAX_S
 
 logger = get_logger(__name__)
 

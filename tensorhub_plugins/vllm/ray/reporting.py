@@ -1,4 +1,4 @@
-"""The dispatcher's side of the fleet (fleet_types.py): once a second it reports what its table of replicas knows
+"""The dispatcher's side of the fleet (fleet/types.py): once a second it reports what its table of replicas knows
 (members.py), and uses the replicas that the fleet says. It never depends on the fleet: without an answer it goes on
 with those it has.
 """
@@ -16,8 +16,8 @@ import ray
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.ray import fleet
 from tensorhub_plugins.vllm.ray.actor_handles import opened, sealed
-from tensorhub_plugins.vllm.ray.fleet_events import Reported
-from tensorhub_plugins.vllm.ray.fleet_types import Entry
+from tensorhub_plugins.vllm.ray.fleet.events import Reported
+from tensorhub_plugins.vllm.ray.fleet.types import Entry
 from tensorhub_plugins.vllm.ray.gauges import Gauges
 from tensorhub_plugins.vllm.ray.members import JOIN_INTERVAL_S
 

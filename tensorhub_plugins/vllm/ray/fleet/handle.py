@@ -13,7 +13,7 @@
 
 Each returns within seconds, with a sentence on what has begun; `tensorhub fleet` is the same as a command. A framework
 calls `start` once, where it lives as long as the run; its dispatcher finds the actor by `of_this_job` and reports to
-it (fleet_types.py). fleet_state.py decides, fleet_actor.py carries out, fleet_starter.py owns what was started.
+it (types.py). state.py decides, actor.py carries out, starter.py owns what was started.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from tensorhub_plugins.core import Deadline, DeadlineExceeded, TensorHubError, UsageError, connected
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.ray import policy
-from tensorhub_plugins.vllm.ray.fleet_actor import FleetActor, sentence
-from tensorhub_plugins.vllm.ray.fleet_events import DRAIN_TIMEOUT_S, Add, Drain, SetTarget
-from tensorhub_plugins.vllm.ray.fleet_starter import Starter
-from tensorhub_plugins.vllm.ray.fleet_types import Launcher, View
+from tensorhub_plugins.vllm.ray.fleet.actor import FleetActor, sentence
+from tensorhub_plugins.vllm.ray.fleet.events import DRAIN_TIMEOUT_S, Add, Drain, SetTarget
+from tensorhub_plugins.vllm.ray.fleet.starter import Starter
+from tensorhub_plugins.vllm.ray.fleet.types import Launcher, View
 from tensorhub_plugins.vllm.ray.hub import ON_HEAD
 
 FLEET, STARTER = "tensorhub_fleet_", "tensorhub_starter_"  # and the job's id

@@ -12,7 +12,7 @@ from collections.abc import Collection, Coroutine
 from typing import Any
 
 from tensorhub_plugins.vllm.ray.actor_handles import seal, unseal
-from tensorhub_plugins.vllm.ray.fleet_types import Launcher
+from tensorhub_plugins.vllm.ray.fleet.types import Launcher
 
 CANCEL_TIMEOUT_S = 30.0  # for a start to notice that it is not wanted any more
 

@@ -16,7 +16,7 @@
 - Drain: no new requests at once; aborted when the time is up; stopped when the dispatcher says that it is empty.
   By name it begins when `minimum` others are ready, unless it shall be now: else requests would wait for an engine.
 
-`FleetState.handle(event, now)` returns effects; its shell (fleet.py) carries them out and tells how they ended.
+`FleetState.handle(event, now)` returns effects; its shell (actor.py) carries them out and tells how they ended.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.vllm.ray import fleet_events as events
-from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Member, Seen, State, View
+from tensorhub_plugins.vllm.ray.fleet import events
+from tensorhub_plugins.vllm.ray.fleet.types import Entry, Kind, Member, Seen, State, View
 
 STARTS_MAX = 8  # at once: every start reads hundreds of files of Python from what is often one shared disk
 # Until the engine is there, from then until it is ready, and for Ray to start it again: the largest models.

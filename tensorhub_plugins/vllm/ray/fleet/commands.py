@@ -13,8 +13,8 @@ import ray
 from tensorhub_plugins.core import TensorHubError, UsageError, attempt_of, version_label
 from tensorhub_plugins.vllm.ray import hub, secret
 from tensorhub_plugins.vllm.ray.config import node_address
-from tensorhub_plugins.vllm.ray.fleet import Fleet, find, find_all
-from tensorhub_plugins.vllm.ray.fleet_types import Member, View
+from tensorhub_plugins.vllm.ray.fleet.handle import Fleet, find, find_all
+from tensorhub_plugins.vllm.ray.fleet.types import Member, View
 from tensorhub_plugins.vllm.ray.preemption import LOOK_INTERVAL_S
 
 GONE_POLL_S = 0.5

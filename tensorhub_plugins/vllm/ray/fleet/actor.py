@@ -1,4 +1,4 @@
-"""The fleet's actor: it carries out what fleet_state.py decides. On Ray's head node; killed, it is back in seconds."""
+"""The fleet's actor: it carries out what state.py decides. On Ray's head node; killed, it is back in seconds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ray.exceptions import RayActorError, RayTaskError
 from tensorhub_plugins.core import Deadline, UsageError, record, run_log
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
-from tensorhub_plugins.vllm.ray import fleet_events as events
 from tensorhub_plugins.vllm.ray import placement
 from tensorhub_plugins.vllm.ray import policy as policies
-from tensorhub_plugins.vllm.ray.fleet_state import FleetState
-from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen, View
+from tensorhub_plugins.vllm.ray.fleet import events
+from tensorhub_plugins.vllm.ray.fleet.state import FleetState
+from tensorhub_plugins.vllm.ray.fleet.types import Entry, Seen, View
 from tensorhub_plugins.vllm.ray.gauges import Gauges
 
 logger = get_logger(__name__)

@@ -1,4 +1,4 @@
-"""PURE: what happens to a fleet, and what it does about it: see fleet_state.py."""
+"""PURE: what happens to a fleet, and what it does about it: see state.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen
+from tensorhub_plugins.vllm.ray.fleet.types import Member, Seen
 
 DRAIN_TIMEOUT_MAX_S = 86_400.0
 DRAIN_TIMEOUT_S = 120.0  # where it is not said how long answers under way may take
