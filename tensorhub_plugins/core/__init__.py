@@ -65,9 +65,9 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.client.publisher import Publisher
     from tensorhub_plugins.core.client.recovery import Recovery
     from tensorhub_plugins.core.client.reports import Fetched, PublishReport, UnpublishReport
-    from tensorhub_plugins.core.device import on_host, settle_host, synchronize
-    from tensorhub_plugins.core.drivers import release_cached_memory
-    from tensorhub_plugins.core.graph_capture import gate
+    from tensorhub_plugins.core.device.devices import on_host, settle_host, synchronize
+    from tensorhub_plugins.core.device.drivers import release_cached_memory
+    from tensorhub_plugins.core.device.graph_capture import gate
     from tensorhub_plugins.core.hub.limits import HubLimits
     from tensorhub_plugins.core.hub.server import Server, start_server
     from tensorhub_plugins.core.memory.adoption import forget_live_memory
@@ -89,10 +89,10 @@ _LATER = {
     **dict.fromkeys(("Fetched", "PublishReport", "UnpublishReport"), "client.reports"),
     "Slab": "memory.slab",
     "forget_live_memory": "memory.adoption",
-    **dict.fromkeys(("on_host", "settle_host", "synchronize"), "device"),
+    **dict.fromkeys(("on_host", "settle_host", "synchronize"), "device.devices"),
     "copy_all": "memory.staging",
-    "release_cached_memory": "drivers",
-    "gate": "graph_capture",
+    "release_cached_memory": "device.drivers",
+    "gate": "device.graph_capture",
     "Publisher": "client.publisher",
     "Recovery": "client.recovery",
     **dict.fromkeys(("AllHeld", "Held", "Turns", "held_run", "held_split", "of_all_ranks"), "client.parts"),

@@ -15,7 +15,7 @@ from simulated import Simulation  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 from tensorhub_plugins.core import Client, Publisher, start_server  # noqa: E402
-from tensorhub_plugins.core.graph_capture import acting  # noqa: E402
+from tensorhub_plugins.core.device.graph_capture import acting  # noqa: E402
 from tensorhub_plugins.core.memory.downloads import Downloads  # noqa: E402
 from tensorhub_plugins.openrlhf import config, trainer  # noqa: E402
 

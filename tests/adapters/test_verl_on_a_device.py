@@ -14,7 +14,7 @@ pytest.importorskip("verl", reason="the adapter registers with verl when it is i
 from simulated import Simulation  # noqa: E402
 
 from tensorhub_plugins.core import Client, UsageError, start_server  # noqa: E402
-from tensorhub_plugins.core.graph_capture import acting  # noqa: E402
+from tensorhub_plugins.core.device.graph_capture import acting  # noqa: E402
 from tensorhub_plugins.core.memory.downloads import Downloads  # noqa: E402
 from tensorhub_plugins.verl import trainer  # noqa: E402
 from tensorhub_plugins.verl.versions import version_of_step  # noqa: E402

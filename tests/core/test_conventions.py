@@ -210,7 +210,7 @@ def not_there(text: str, files: set[str]) -> set[str]:
 
 # Where only the kernel's own files are read, which are ASCII.
 OF_THE_KERNEL = {
-    "core/drivers.py", "core/machine.py", "core/process_lifetime.py", "core/protocol/advertised.py",
+    "core/device/drivers.py", "core/machine.py", "core/process_lifetime.py", "core/protocol/advertised.py",
     "core/transports/rdma/rails.py", "core/transports/shm/process_memory.py",
 }  # fmt: skip
 

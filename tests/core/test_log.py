@@ -57,7 +57,7 @@ def in_a_process(program: str, **environment: str) -> list[str]:
 SAYS = (
     "run_log.use(None); run_log.use(None)\n"
     "log.get_logger('tensorhub_plugins.verl.hub').info('the hub\\nis at %s', 'x')\n"
-    "log.get_logger('tensorhub_plugins.core.device').info('a detail')\n"
+    "log.get_logger('tensorhub_plugins.core.device.devices').info('a detail')\n"
     "try:\n    1 / 0\n"
     "except ZeroDivisionError:\n    log.get_logger('tensorhub_plugins.verl.hub').exception('broken')\n"
 )

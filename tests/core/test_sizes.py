@@ -11,11 +11,12 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 4_430,
+    "core": 3_513,
     "core/client": 5_665,
     "core/deltas": 685,
+    "core/device": 920,
+    "core/device/kernels": 515,
     "core/hub": 5_655,
-    "core/kernels": 515,
     "core/memory": 3_790,
     "core/operations": 1_820,
     "core/protocol": 1_193,
@@ -24,8 +25,9 @@ CEILINGS = {
     "core/transports": 7_085,
     "openrlhf": 2_580,
     "verl": 4_252,
-    "vllm": 9_100,
+    "vllm": 7_399,
     "vllm/doctor": 800,
+    "vllm/ray/fleet": 1_721,
     "vllm/worker": 5_840,
 }
 ROOM, ROOM_LINES = 0.1, 150  # below a ceiling, as a part of it or in lines: for changes that need no reason

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from ipc_devices import simulated
 
-from tensorhub_plugins.core import device as devices
+from tensorhub_plugins.core.device import devices
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import flat_bytes
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import Slab, TensorSpec, TransferLimits
-from tensorhub_plugins.core import device as devices
+from tensorhub_plugins.core.device import devices
 from tensorhub_plugins.core.memory import pinning
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from gpu_place import CYCLES_A_MS, values
 
 from recipes.bench.gpu.machine import shapes_of
 from tensorhub_plugins.core import Held, Publisher, contiguous_spec
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device.devices import Device
 
 GIB = 1 << 30
 

@@ -46,8 +46,8 @@ from transport_suite import SimpleShelf, TransportSuite
 from transport_suite.material import read_equal
 
 from tensorhub_plugins.core import Client, start_server
-from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.drivers import Cuda, Plain
+from tensorhub_plugins.core.device.devices import Device
+from tensorhub_plugins.core.device.drivers import Cuda, Plain
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports import NotServable

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tensorhub_plugins.core.kernels import by_triton
+from tensorhub_plugins.core.device.kernels import by_triton
 
 KINDS = (80, 90)  # A100, H100
 WARP = 32

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorhub_plugins.core.kernels import launch
+from tensorhub_plugins.core.device.kernels import launch
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -26,7 +26,7 @@ def run_by_triton(file: str) -> None:
 
 def was_triton() -> bool:
     """Return whether Triton computed anything."""
-    return "tensorhub_plugins.core.kernels.by_triton" in sys.modules
+    return "tensorhub_plugins.core.device.kernels.by_triton" in sys.modules
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from client_stage import until
 
 import tensorhub_plugins.core
 from tensorhub_plugins.core.client import calls
-from tensorhub_plugins.core.graph_capture import acting
+from tensorhub_plugins.core.device.graph_capture import acting
 
 KIND = os.environ.get("KIND", "line")
 CORE = str(Path(tensorhub_plugins.core.__file__).parent)

@@ -18,9 +18,9 @@ from client_processes import tensors_of
 from client_stage import module_hub, small_segments, stage
 from transport_suite import blank_like, check_transport, sample_tensors
 
-from tensorhub_plugins.core import Held, Part, UsageError, contiguous_spec, copy_all, drivers, flat_bytes, same_bytes
-from tensorhub_plugins.core import device as devices
+from tensorhub_plugins.core import Held, Part, UsageError, contiguous_spec, copy_all, flat_bytes, same_bytes
 from tensorhub_plugins.core.client.publisher import Publisher
+from tensorhub_plugins.core.device import devices, drivers
 from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import shaped_as

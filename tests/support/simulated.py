@@ -1,4 +1,4 @@
-"""A simulated device, for `device.using`: the real copies and waits of device.py, on memory whose order is checked.
+"""A simulated device, for `devices.using`: the real copies and waits of devices.py, on memory whose order is checked.
 
     with Simulation(seed=1) as simulation:
         weight = simulation.put(torch.ones(1000), "weight")     # host access to its memory dies of SIGSEGV
@@ -37,9 +37,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tensorhub_plugins.core import device as devices
-from tensorhub_plugins.core.graph_capture import acting
-from tensorhub_plugins.core.kernels.launch import Computation
+from tensorhub_plugins.core.device import devices
+from tensorhub_plugins.core.device.graph_capture import acting
+from tensorhub_plugins.core.device.kernels.launch import Computation
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import flat_bytes, is_dense, span_of
 

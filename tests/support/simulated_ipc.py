@@ -21,7 +21,7 @@ from collections.abc import Iterable
 import torch
 from simulated import DEFAULT, POISON, Simulation
 
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device.devices import Device
 from tensorhub_plugins.core.memory.runs import memory_at
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.cuda_ipc.driver import HANDLE_SIZE_BYTES, Allocation, NotShareable, process_name

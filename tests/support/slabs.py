@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.drivers import Plain
+from tensorhub_plugins.core.device.devices import Device
+from tensorhub_plugins.core.device.drivers import Plain
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
 

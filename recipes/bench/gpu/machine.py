@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from tensorhub_plugins.core.device import Device, here
-from tensorhub_plugins.core.drivers import Plain
+from tensorhub_plugins.core.device.devices import Device, here
+from tensorhub_plugins.core.device.drivers import Plain
 
 
 def shapes_of(layers: int, *, is_small: bool) -> list[tuple[int, ...]]:

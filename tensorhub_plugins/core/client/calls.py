@@ -112,9 +112,9 @@ class _Call(Generic[T]):
     def __init__(self, body: Callable[[], T]) -> None:
         context = copy_context()
         self._body: Callable[[], T] = lambda: context.run(body)
-        from tensorhub_plugins.core import device  # imports torch, which a hub and its commands do not need
+        from tensorhub_plugins.core.device import devices  # imports torch, which a hub and its commands do not need
 
-        self._take_over, self._cores = device.carried(), affinity()
+        self._take_over, self._cores = devices.carried(), affinity()
         # Tokens: their takers begin the call, end it, or abandon it.
         self._unbegun, self._open, self._kept = deque([None]), deque([None]), deque([None])
         self._over, self._undone = _thread.allocate_lock(), _thread.allocate_lock()

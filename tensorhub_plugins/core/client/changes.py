@@ -18,13 +18,13 @@ from math import prod
 import numpy as np
 import torch
 
-from tensorhub_plugins.core import device
 from tensorhub_plugins.core.client import calls
 from tensorhub_plugins.core.deltas import codec, native
 from tensorhub_plugins.core.deltas.cache import Deltas
 from tensorhub_plugins.core.deltas.codec import Bytes, Span
 from tensorhub_plugins.core.deltas.frame import CHAIN_MAX, Step, links_of, steps_of
 from tensorhub_plugins.core.deltas.pace import Pace
+from tensorhub_plugins.core.device import devices
 from tensorhub_plugins.core.digests import XXH3, digest_of
 from tensorhub_plugins.core.errors import UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
@@ -145,7 +145,7 @@ class Changes:
         self._ahead -= 1
         with self._lock:
             self._offered.pop(slab.runs, None)  # until it is offered again it may be a mixture
-        for _ in device.settled(tensors.items()):
+        for _ in devices.settled(tensors.items()):
             pass  # what is queued on their devices is done
         size_bytes, algorithm = old.segment_size_bytes, old.digest_algorithm
         interrupted = threading.Event()  # for several threads

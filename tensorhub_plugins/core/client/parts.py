@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import torch
 
-from tensorhub_plugins.core.device import settle_host
+from tensorhub_plugins.core.device.devices import settle_host
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Part, TensorSpec
 from tensorhub_plugins.core.memory.tensors import contiguous_spec

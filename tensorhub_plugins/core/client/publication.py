@@ -8,11 +8,11 @@ from functools import partial
 import msgspec
 import torch
 
-from tensorhub_plugins.core import device
 from tensorhub_plugins.core.client import arguments, calls
 from tensorhub_plugins.core.client.serving import Serving
 from tensorhub_plugins.core.client.shelf import Published
 from tensorhub_plugins.core.deadline import until
+from tensorhub_plugins.core.device import devices
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
 from tensorhub_plugins.core.memory.claims import claimed
@@ -46,7 +46,7 @@ def slab_of(
     try:
         what = f"{serving.worker} publishes, as version {version},"
         with claimed(tensors, what, deadline), Downloads() as downloads:
-            for name, tensor in device.settled(serving.changes.overwrite(slab, tensors, deadline)):
+            for name, tensor in devices.settled(serving.changes.overwrite(slab, tensors, deadline)):
                 calls.check()
                 slab.write_later(name, tensor, downloads, stays=True, deadline=deadline)
     except BaseException:

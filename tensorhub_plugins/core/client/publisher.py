@@ -28,7 +28,7 @@ from tensorhub_plugins.core.client.arguments import check_identity
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.client.parts import Held, Ownership
 from tensorhub_plugins.core.deadline import NEVER, Deadline, until
-from tensorhub_plugins.core.device import here, settled
+from tensorhub_plugins.core.device.devices import here, settled
 from tensorhub_plugins.core.digests import XXH3
 from tensorhub_plugins.core.errors import DeadlineExceeded, TensorHubError, UsageError
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable

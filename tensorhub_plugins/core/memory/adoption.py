@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from tensorhub_plugins.core.deadline import NEVER, until
-from tensorhub_plugins.core.device import Device, of
+from tensorhub_plugins.core.device.devices import Device, of
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.runs import Run, Runs, memory_at, memory_of

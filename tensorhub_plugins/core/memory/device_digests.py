@@ -14,11 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.digests import digest_of
-from tensorhub_plugins.core.drivers import Driver, Event, Stream
-from tensorhub_plugins.core.kernels.moving import move
-from tensorhub_plugins.core.kernels.xxh3 import (
+from tensorhub_plugins.core.device.devices import Device
+from tensorhub_plugins.core.device.drivers import Driver, Event, Stream
+from tensorhub_plugins.core.device.kernels.moving import move
+from tensorhub_plugins.core.device.kernels.xxh3 import (
     LANES_SIZE_BYTES,
     LONG_FROM_BYTES,
     WORD_SIZE_BYTES,
@@ -26,6 +25,7 @@ from tensorhub_plugins.core.kernels.xxh3 import (
     lanes_of,
     tail_start,
 )
+from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.memory.runs import memory_of
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ import torch
 
 from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.deadline import NEVER, check_time
-from tensorhub_plugins.core.device import Device, of
-from tensorhub_plugins.core.drivers import Event
+from tensorhub_plugins.core.device.devices import Device, of
+from tensorhub_plugins.core.device.drivers import Event
 from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import TensorTable
 from tensorhub_plugins.core.memory import staging

@@ -24,7 +24,7 @@ from functools import cache
 import torch
 
 from tensorhub_plugins.core.deadline import Deadline
-from tensorhub_plugins.core.device import Device, here
+from tensorhub_plugins.core.device.devices import Device, here
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import PIECE_SIZE_BYTES

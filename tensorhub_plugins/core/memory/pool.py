@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from weakref import WeakKeyDictionary, WeakSet
 
 from tensorhub_plugins.core.deadline import NEVER
-from tensorhub_plugins.core.device import here
+from tensorhub_plugins.core.device.devices import here
 from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.claims import is_used

@@ -31,8 +31,8 @@ import msgspec
 import numpy as np
 import torch
 
-from tensorhub_plugins.core import device as devices
 from tensorhub_plugins.core.deadline import NEVER, check_time, until
+from tensorhub_plugins.core.device import devices
 from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, NO_DIGESTS, XXH3, digest_of
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable, segment_size_for

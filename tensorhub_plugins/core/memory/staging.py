@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import torch
 
 from tensorhub_plugins.core import resources
-from tensorhub_plugins.core.device import Device, of
-from tensorhub_plugins.core.drivers import Driver, Event
+from tensorhub_plugins.core.device.devices import Device, of
+from tensorhub_plugins.core.device.drivers import Driver, Event
 from tensorhub_plugins.core.machine import cores
 
 THREADS_MAX = 4  # one copies 5 GB/s

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import torch
 
-from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.drivers import Driver, Event, Stream
-from tensorhub_plugins.core.kernels.casting import SOURCE, TARGET, cast_at, mix, sum_up
-from tensorhub_plugins.core.kernels.xxh3 import BLOCK_SIZE_BYTES, LANES_SIZE_BYTES, constants
+from tensorhub_plugins.core.device.devices import Device
+from tensorhub_plugins.core.device.drivers import Driver, Event, Stream
+from tensorhub_plugins.core.device.kernels.casting import SOURCE, TARGET, cast_at, mix, sum_up
+from tensorhub_plugins.core.device.kernels.xxh3 import BLOCK_SIZE_BYTES, LANES_SIZE_BYTES, constants
 from tensorhub_plugins.core.manifest import TensorTable
 from tensorhub_plugins.core.memory.device_digests import digests_there
 from tensorhub_plugins.core.memory.tensors import flat_bytes, shaped_as, stride_of

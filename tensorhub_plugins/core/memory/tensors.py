@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tensorhub_plugins.core.deadline import NEVER, until
-from tensorhub_plugins.core.device import of, on_host
+from tensorhub_plugins.core.device.devices import of, on_host
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.types import is_text

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from tensorhub_plugins.core.deadline import NEVER, until
-from tensorhub_plugins.core.device import synchronize
+from tensorhub_plugins.core.device.devices import synchronize
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.memory.slab import Slab

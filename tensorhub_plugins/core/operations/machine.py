@@ -192,7 +192,7 @@ def devices() -> Iterator[Check]:
         yield Check("locked memory", "unlimited" if is_free else f"{soft} bytes", todo)
     if _installed("torch") is None:
         return
-    from tensorhub_plugins.core import drivers
+    from tensorhub_plugins.core.device import drivers
 
     count, apart = drivers.peers()
     pairs = ", ".join(f"{a} and {b}" for a, b in apart[:3])

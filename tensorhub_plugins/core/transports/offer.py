@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from tensorhub_plugins.core.deltas.frame import Step
+from tensorhub_plugins.core.device.graph_capture import gate
 from tensorhub_plugins.core.errors import SourceLost, VersionGone
-from tensorhub_plugins.core.graph_capture import gate
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.types import ShardKey
 

@@ -16,7 +16,7 @@ import torch
 from simulated import Simulation
 
 from tensorhub_plugins.core import TensorHubError
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device.devices import Device
 
 SEEDS = 10
 STEPS = 14

@@ -36,7 +36,7 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client import calls
-from tensorhub_plugins.core.graph_capture import acting
+from tensorhub_plugins.core.device.graph_capture import acting
 
 # An interrupt in a callback of a weak reference goes nowhere.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -12,7 +12,7 @@ from transport_suite import sample_tensors
 
 from tensorhub_plugins.core import CorruptBytes, Held, Turns, UsageError, same_bytes, spec_of
 from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device.devices import Device
 from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.memory.staging import copy_all
 

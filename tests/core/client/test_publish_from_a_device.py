@@ -11,7 +11,7 @@ from simulated import Simulation
 from tensorhub_plugins.core import CorruptBytes, Held, UsageError, contiguous_spec, spec_of
 from tensorhub_plugins.core.client import calls
 from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.core.graph_capture import acting
+from tensorhub_plugins.core.device.graph_capture import acting
 from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.memory import pinning, staging
 from tensorhub_plugins.core.memory.downloads import FILLED_FROM_BYTES, HOST_THREADS_MAX, Downloads

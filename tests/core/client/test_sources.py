@@ -30,7 +30,7 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.client.connection import HubLink
-from tensorhub_plugins.core.graph_capture import acting
+from tensorhub_plugins.core.device.graph_capture import acting
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transports import TransportLimits, tcp

@@ -1,4 +1,4 @@
-"""Pages are made by several threads, each of which writes zeros at a few GB/s. See tests/core/test_device.py, too."""
+"""Pages are made by several threads, each of which writes zeros at a few GB/s. See test_devices.py, too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from simulated import Simulation
 
+from tensorhub_plugins.core.device.graph_capture import gate
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.graph_capture import gate
 from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import PIECE_SIZE_BYTES, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory import pinning

@@ -9,8 +9,8 @@ import torch
 from simulated import Simulated, Simulation
 
 from tensorhub_plugins.core import Slab, contiguous_spec
+from tensorhub_plugins.core.device.kernels.casting import cast_at
 from tensorhub_plugins.core.digests import digest_of
-from tensorhub_plugins.core.kernels.casting import cast_at
 from tensorhub_plugins.core.manifest import TensorTable
 from tensorhub_plugins.core.memory import stream_copy
 from tensorhub_plugins.core.memory.device_digests import digests_there

@@ -22,8 +22,8 @@ from client_stage import FIRST_HUB, until
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Location, Part, ShardKey, Slab, UsageError, start_server
 from tensorhub_plugins.core.client.destinations import Destinations
-from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.drivers import Plain
+from tensorhub_plugins.core.device.devices import Device
+from tensorhub_plugins.core.device.drivers import Plain
 from tensorhub_plugins.core.manifest import segment_size_for
 from tensorhub_plugins.core.memory.tied import LiveTensors
 from tensorhub_plugins.core.transports import Offer

@@ -16,8 +16,8 @@ from transport_suite import SimpleShelf, TransportSuite
 from transport_suite.material import read_equal
 from transport_suite.peers import Peer, remote_tensors
 
-from tensorhub_plugins.core import drivers
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device import drivers
+from tensorhub_plugins.core.device.devices import Device
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.memory.loans import is_over
 from tensorhub_plugins.core.memory.slab import Slab

@@ -12,8 +12,8 @@ from simulated import Simulation
 from transport_suite import ConformanceError, SimpleShelf, TransportSuite
 from transport_suite.material import read_equal
 
-from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.graph_capture import gate
+from tensorhub_plugins.core.device.devices import Device
+from tensorhub_plugins.core.device.graph_capture import gate
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.transports.limits import TransportLimits

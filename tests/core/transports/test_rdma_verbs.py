@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core import resources
-from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.drivers import Plain
+from tensorhub_plugins.core.device.devices import Device
+from tensorhub_plugins.core.device.drivers import Plain
 from tensorhub_plugins.core.transports.rdma import bindings
 from tensorhub_plugins.core.transports.rdma import verbs as _verbs
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError

@@ -1,6 +1,6 @@
 """CUDA's handles of device memory, by which another process of this host opens it.
 
-`Ipc` is all that cuda_ipc needs of CUDA besides the copies of device.py. `CudaIpc` calls libcuda by ctypes;
+`Ipc` is all that cuda_ipc needs of CUDA besides the copies of device/devices.py. `CudaIpc` calls libcuda by ctypes;
 tests/support/simulated_ipc.py simulates one, with which everything else is tested. CUDA requires:
 
 * A handle is for a whole allocation, not for a tensor in it, and only for one of cudaMalloc. Memory of torch's
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 import torch
 
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device.devices import Device
 
 LIBRARY = "libcuda.so.1"
 HANDLE_SIZE_BYTES = 64

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device.devices import Device
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.memory.runs import Extents, Runs
 from tensorhub_plugins.core.memory.slab import Slab

@@ -27,13 +27,12 @@ from typing import TypeAlias
 
 import torch
 
-from tensorhub_plugins.core import device as devices
-from tensorhub_plugins.core import drivers
-from tensorhub_plugins.core.device import SMALL_SIZE_BYTES, Device
+from tensorhub_plugins.core.device import devices, drivers
+from tensorhub_plugins.core.device.devices import SMALL_SIZE_BYTES, Device
+from tensorhub_plugins.core.device.drivers import Driver, Stream
+from tensorhub_plugins.core.device.kernels.moving import move
 from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, XXH3, digest_of
-from tensorhub_plugins.core.drivers import Driver, Stream
 from tensorhub_plugins.core.errors import SourceLost
-from tensorhub_plugins.core.kernels.moving import move
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.device_digests import digests_there

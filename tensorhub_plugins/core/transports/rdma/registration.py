@@ -13,7 +13,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device.devices import Device
 from tensorhub_plugins.core.memory.runs import Runs, memory_of
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError

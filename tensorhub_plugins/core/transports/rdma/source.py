@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device.devices import Device
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.reach import format_address

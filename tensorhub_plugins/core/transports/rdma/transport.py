@@ -39,7 +39,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from tensorhub_plugins.core.drivers import pci_address
+from tensorhub_plugins.core.device.drivers import pci_address
 from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.protocol.advertised import hosts_of
 from tensorhub_plugins.core.protocol.reach import format_address

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device.devices import Device
 from tensorhub_plugins.core.process_lifetime import limits_of
 from tensorhub_plugins.core.transports.rdma import bindings
 from tensorhub_plugins.core.transports.rdma.bindings import Card, Queue, Read, VerbsError, Way

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device.devices import Device
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.manifest import Manifest, TensorTable
 from tensorhub_plugins.core.memory.copying import copy_views

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from tensorhub_plugins.core import resources
-from tensorhub_plugins.core.device import Device, here
+from tensorhub_plugins.core.device.devices import Device, here
 from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tensorhub_plugins.core.kernels.launch import Computation, Upload, addresses_of, done_by_triton
-from tensorhub_plugins.core.kernels.xxh3 import (
+from tensorhub_plugins.core.device.kernels.launch import Computation, Upload, addresses_of, done_by_triton
+from tensorhub_plugins.core.device.kernels.xxh3 import (
     BLOCK_SIZE_BYTES,
     LANES_SIZE_BYTES,
     WORD_SIZE_BYTES,

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import numpy.typing as npt
 import torch
 
-from tensorhub_plugins.core import libcuda
-from tensorhub_plugins.core.graph_capture import gate
-from tensorhub_plugins.core.kernels.launch import Computation
+from tensorhub_plugins.core.device import libcuda
+from tensorhub_plugins.core.device.graph_capture import gate
+from tensorhub_plugins.core.device.kernels.launch import Computation
 
 _cuda: Any = torch.cuda  # much of it has no types
 

@@ -13,9 +13,9 @@ from interpreted import IS_INTERPRETED, run_by_triton, was_triton
 from simulated import Simulation
 
 from tensorhub_plugins.core import Slab
-from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.kernels import launch, xxh3
-from tensorhub_plugins.core.kernels.moving import move
+from tensorhub_plugins.core.device.devices import Device
+from tensorhub_plugins.core.device.kernels import launch, xxh3
+from tensorhub_plugins.core.device.kernels.moving import move
 
 SEEDS = range(1 if IS_INTERPRETED else 6)  # a kernel's program takes the interpreter 10 ms
 ODD = [241, 248, 255, 256, 1000, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 2049, 3333, 100_003]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from simulated import Simulation
 
-from tensorhub_plugins.core import device
+from tensorhub_plugins.core.device import devices
 
 
 def read_as_numbers(weight):
@@ -65,7 +65,7 @@ def test_memory_of_a_device_that_nobody_has_any_more_is_gone():
         weight = simulation.put(torch.zeros(100_000, dtype=torch.uint8))
         part = weight[5:]
         del weight
-        assert device.of(part) is not None and len(simulation._regions) == 1
+        assert devices.of(part) is not None and len(simulation._regions) == 1
         del part
         assert not simulation._regions
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tensorhub_plugins.core.kernels.launch import Upload, addresses_of, done_by_triton
+from tensorhub_plugins.core.device.kernels.launch import Upload, addresses_of, done_by_triton
 
 PIECE_SIZE_BYTES = 8 << 10  # of one program
 WORD_SIZE_BYTES = 8

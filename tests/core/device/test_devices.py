@@ -16,11 +16,11 @@ import pytest
 import torch
 from simulated import Simulation
 
-from tensorhub_plugins.core import device, drivers
-from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.drivers import Cuda
+from tensorhub_plugins.core.device import devices, drivers
+from tensorhub_plugins.core.device.devices import Device
+from tensorhub_plugins.core.device.drivers import Cuda
+from tensorhub_plugins.core.device.graph_capture import Gate
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.graph_capture import Gate
 from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.memory.pinning import prefer
@@ -299,17 +299,17 @@ def test_other_threads_wait_while_graphs_are_captured():
     with Simulation(0) as simulation:
         weight = simulation.put(torch.zeros(100, dtype=torch.uint8), "weight")
         slab = Slab.adopt({"w": weight})
-        device.gate.close()
+        devices.gate.close()
         try:
             with simulation.capturing():
                 reader = threading.Thread(target=lambda: slab.readable(0, 100))
                 reader.start()
                 slab.readable(0, 100)  # who captures is not kept out of its own device
-                while not device.gate.waiting:
+                while not devices.gate.waiting:
                     reader.join(0.01)
                     assert reader.is_alive()
         finally:
-            device.gate.open()
+            devices.gate.open()
         reader.join(PATIENCE_S)
         assert not reader.is_alive()
         simulation.check()
@@ -488,7 +488,7 @@ def test_the_devices_in_use_are_those_with_a_context(cuda, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     cuda.initialized = False
     assert drivers.devices_in_use() == []
-    device.settle_host([torch.zeros(1)])
+    devices.settle_host([torch.zeros(1)])
 
 
 def test_another_thread_takes_over_the_device_and_the_streams(cuda, monkeypatch):
@@ -555,9 +555,9 @@ def test_a_forked_child_releases_nothing():
 
 
 def test_devices_are_made_once_and_the_host_is_none():
-    assert device.of(torch.zeros(1)) is None
+    assert devices.of(torch.zeros(1)) is None
     meta = torch.zeros(1, device="meta")
-    assert device.of(meta) is device.of(meta) and isinstance(device.of(meta), Device)
+    assert devices.of(meta) is devices.of(meta) and isinstance(devices.of(meta), Device)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -570,5 +570,5 @@ def test_copies_from_anywhere_to_anywhere_follow_this_threads_stream(seed):
         copy_all([*zip(live, content, strict=False), (host, content[3])])
         assert [set(simulation.content(each)) for each in [*live, host]] == [{0}, {1}, {2}, {3}]
         copy_flat(live[1], live[2])
-        assert set(device.on_host(live[2]).tolist()) == {1}
+        assert set(devices.on_host(live[2]).tolist()) == {1}
         simulation.check()

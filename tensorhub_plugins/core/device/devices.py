@@ -27,10 +27,10 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from tensorhub_plugins.core import drivers
-from tensorhub_plugins.core.drivers import Driver, Event, Stream
-from tensorhub_plugins.core.graph_capture import acting, acts_for, gate
-from tensorhub_plugins.core.kernels.moving import move
+from tensorhub_plugins.core.device import drivers
+from tensorhub_plugins.core.device.drivers import Driver, Event, Stream
+from tensorhub_plugins.core.device.graph_capture import acting, acts_for, gate
+from tensorhub_plugins.core.device.kernels.moving import move
 
 logger = logging.getLogger(__name__)
 

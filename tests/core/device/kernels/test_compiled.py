@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SUPPORT = Path(__file__).resolve().parents[2] / "support"
+SUPPORT = Path(__file__).resolve().parents[3] / "support"
 ROOT = SUPPORT.parents[1]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tensorhub_plugins.core.kernels.launch import Upload, addresses_of, done_by_triton
+from tensorhub_plugins.core.device.kernels.launch import Upload, addresses_of, done_by_triton
 
 BLOCK_SIZE_BYTES = 1024  # 16 stripes, one for each 8 bytes of the secret's 192 before its last 64
 STRIPE_SIZE_BYTES = 64

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tensorhub_plugins.core.graph_capture import Gate
+from tensorhub_plugins.core.device.graph_capture import Gate
 
 PATIENCE_S = 60.0
 ENDS_BEFORE_ITS_WARM_UP = """

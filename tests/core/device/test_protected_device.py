@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(CHILD_S + protected.COMPILE_
 
 PROGRAM = """
 import ctypes, protected, torch
-from tensorhub_plugins.core import device
+from tensorhub_plugins.core.device import devices
 from tensorhub_plugins.core.memory.slab import Slab
 
 def adopt():
@@ -65,7 +65,7 @@ def test_the_store_moves_what_no_host_code_can_touch(device):
     [
         "ctypes.string_at(weights.data_ptr(), 1)",
         "ctypes.memset(weights.data_ptr(), 0, 1)",
-        "device._Torch.of = lambda self, tensor: None; adopt()",
+        "devices._Torch.of = lambda self, tensor: None; adopt()",
     ],
     ids=["a read", "a write", "the store takes it for the host's"],
 )

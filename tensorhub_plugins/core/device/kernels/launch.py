@@ -32,7 +32,7 @@ def done_by_triton(memory: torch.Tensor, launch: Callable[[Any], None]) -> bool:
     if _failures or not (_has_triton() and (memory.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")):
         return False
     try:
-        launch(import_module("tensorhub_plugins.core.kernels.by_triton"))
+        launch(import_module("tensorhub_plugins.core.device.kernels.by_triton"))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from interpreted import IS_INTERPRETED, run_by_triton, was_triton
 
-from tensorhub_plugins.core.kernels import casting, xxh3
+from tensorhub_plugins.core.device.kernels import casting, xxh3
 
 SEGMENT_SIZE_BYTES = 4096
 ODD = [float("inf"), -float("inf"), -0.0, 1e-45, -1e-40, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 65_504.0]
