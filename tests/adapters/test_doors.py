@@ -1,5 +1,5 @@
 """One story for every door: the framework repeats an update, skips one, starts again, resumes, ends between two;
-rollouts die and join. verl and OpenRLHF have it in all their modes, with their own trainers (test_verl_updates.py).
+rollouts die and join. verl and OpenRLHF have it in all their modes, with their own trainers (verl/test_updates.py).
 
 A trainer's weights are the number of its optimizer steps, everywhere. Rollouts are processes of their own.
 """

@@ -1,7 +1,7 @@
 """Weights of FP8, and what is cut from a checkpoint by a plan: rows 7, 22 and 23 of the suite, without vLLM; where vLLM
 is as well, its engines that quantize as they load.
 
-tests/adapters/test_vllm_quantized.py, test_vllm_slices.py and test_vllm_online.py have the same with vLLM's own layers,
+test_quantized.py, test_slices.py and test_online.py of tests/adapters/vllm have the same with vLLM's own layers,
 on the CPU.
 """
 

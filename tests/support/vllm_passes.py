@@ -1,4 +1,4 @@
-"""What the workers of vLLM's engines are asked by tests/adapters/test_vllm_from_disk.py, in their own processes."""
+"""What the workers of vLLM's engines are asked by tests/adapters/vllm/test_from_disk.py, in their own processes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tensorhub_plugins.verl.routing import TensorHubRouter  # noqa: E402
 from tensorhub_plugins.vllm.ray import placement  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet import handle as fleet  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STORY_S = 120
 START_S = 120
 

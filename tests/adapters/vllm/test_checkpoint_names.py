@@ -116,7 +116,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 RENAMED = ("mixtral", "qwen3-moe", "deepseek-v3", "gemma3", "qwen2.5-vl", "qwen2-tied")
 RANKS = 2
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def make(family: str) -> Any:

@@ -1,6 +1,6 @@
 """The trial of installing updates with the files that an engine has read: when it is made, and what it must not change.
 
-The models here are small stand-ins; real engines are in test_vllm_from_disk.py."""
+The models here are small stand-ins; real engines are in test_from_disk.py."""
 
 from __future__ import annotations
 

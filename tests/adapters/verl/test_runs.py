@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("verl", reason="this is about verl")
 pytest.importorskip("vllm", reason="the rollouts are vLLM engines")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RUN_S = 600
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(RUN_S + 60)]

@@ -29,7 +29,7 @@ from tensorhub_plugins.verl.versions import version_of_step  # noqa: E402
 from tensorhub_plugins.vllm.checkpoint_names import checkpoint_tensors  # noqa: E402
 from tensorhub_plugins.vllm.lora import adapter_of  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RANKS = 2
 READ = "read\n"  # what a rank hears when its case has been read
 TIMEOUT_S = 240

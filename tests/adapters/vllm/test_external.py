@@ -1,6 +1,6 @@
 """A server that no framework has started, as a small real HTTP server: what joins, and what comes of its answers.
 
-The store is real, too. A real `vllm serve` is in test_vllm_external_serve.py.
+The store is real, too. A real `vllm serve` is in test_external_serve.py.
 """
 
 from __future__ import annotations

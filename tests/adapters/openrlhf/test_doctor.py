@@ -15,7 +15,7 @@ from tensorhub_plugins.openrlhf import config, doctor
 from tensorhub_plugins.vllm.command_line import words_of
 from tensorhub_plugins.vllm.outlook import Outlook
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 needs_openrlhf = pytest.mark.skipif(
     find_spec("openrlhf") is None, reason="needs OpenRLHF's environment (make test-openrlhf)"
 )

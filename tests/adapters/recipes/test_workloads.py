@@ -13,7 +13,7 @@ import pytest
 from recipes.bench import network
 from recipes.bench.workloads import report as reports
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 MEMCPY_S, STREAM_S = 0.01, 0.5
 VERSIONS = 3

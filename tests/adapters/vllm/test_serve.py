@@ -29,7 +29,7 @@ from tensorhub_plugins.core import Client, start_server, version_of
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROMPT = [10, 11, 12, 13, 14, 15]
 SHORT, LONG = 64, 1500  # tokens; a long request is still running when the engine is paused
 ALIKE = 16  # tokens that are the same, compiled or not

@@ -16,7 +16,7 @@ from recipes.ranks import free_port  # noqa: E402
 from tensorhub_plugins.core import CHECKPOINT, Client, start_server  # noqa: E402
 from tensorhub_plugins.core.cli import fetch_status  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RANKS = 2
 STEPS = 2
 CASES = [(strategy, dtype) for strategy in ("fsdp1", "fsdp2") for dtype in ("bfloat16", "float32")]

@@ -11,7 +11,7 @@ import pytest
 
 from recipes.verl_grpo.reward import compute_score
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")

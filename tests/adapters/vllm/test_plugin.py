@@ -13,7 +13,7 @@ import pytest
 from tensorhub_plugins.core import UsageError, gate
 from tensorhub_plugins.vllm import names, plugin
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(program: str) -> str:

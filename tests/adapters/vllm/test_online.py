@@ -361,7 +361,7 @@ def test_an_engine_starts_although_a_rank_failed_once(models: Any, bare: Any, hu
 def test_who_fails_ends_the_steps_of_the_others(in_step: bool, stages: int, tmp_path: Path) -> None:
     """The ranks of another stage go on to the vote. The control: without steps it is waited for, as long as the group's
     timeout."""
-    file, count = Path(__file__).parents[1] / "support" / "ranks_in_step.py", 2 * stages
+    file, count = Path(__file__).parents[2] / "support" / "ranks_in_step.py", 2 * stages
     with started(str(file), count, tmp_path, in_step, stages) as ranks:
         assert [rank.wait(timeout=250) for rank in ranks] == [0] * count
     saw = [(tmp_path / str(rank)).read_text() for rank in range(count)]

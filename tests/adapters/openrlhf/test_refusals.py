@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 300  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(TIMEOUT_S + 60)]

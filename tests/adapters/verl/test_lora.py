@@ -21,7 +21,7 @@ OVERRIDES = [
     # Every sample is of the version that is trained: validation waits for all engines, and nothing is sampled before.
     "trainer.v1.separate_async.num_warmup_batches=0",
     "trainer.test_freq=1",
-    "actor_rollout_ref.rollout.n_gpus_per_node=1",  # one engine; the parts of several ranks: test_verl_parts.py
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",  # one engine; the parts of several ranks: test_parts.py
     "++ray_kwargs.ray_init.num_gpus=2",
 ]
 KINDS = {

@@ -24,7 +24,7 @@ from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.engine import compiled
 from tensorhub_plugins.vllm.engine.compiled import Compiled
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 30.0
 KEYS = new_secret()
 

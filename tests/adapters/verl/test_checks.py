@@ -347,5 +347,5 @@ def environment():
 
 
 def entry_points():
-    groups = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+    groups = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["entry-points"]
     return "[verl.plugins]\n" + "".join(f"{name} = {value}\n" for name, value in groups["verl.plugins"].items())

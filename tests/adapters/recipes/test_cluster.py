@@ -19,7 +19,7 @@ pytest.importorskip("psutil")
 
 from recipes.bench import network
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 START_S = 240
 
 pytestmark = [

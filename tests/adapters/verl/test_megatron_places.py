@@ -1,7 +1,7 @@
 """Where the elements of a Megatron parameter belong, found by having it converted: conversions of the kinds that the
 bridges do, written here in torch alone, against the parts that each rank finds out for itself.
 
-tests/adapters/test_verl_megatron.py has the bridges themselves.
+tests/adapters/verl/test_megatron.py has the bridges themselves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """kill -9 in a real GRPO run: of the hub, and of a replica while it pulls.
 
 One verl run in pull mode, two trainer ranks and three replicas, and one story after another; see verl_kills.py. The
-same of a peer that is read from, and a freeze: test_verl_kill_peers.py.
+same of a peer that is read from, and a freeze: test_kill_peers.py.
 """
 
 import os

@@ -20,7 +20,7 @@ from tensorhub_plugins.vllm.admission import FIRST, Admission, furthest_behind, 
 from tensorhub_plugins.vllm.engine.core import lag_of  # noqa: E402
 from tensorhub_plugins.vllm.exposition import DURATION, FIGURES, IN_FLIGHT, PREFIX  # noqa: E402
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 
 
 def said(version: int = 5, **more: Any) -> Any:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 900
 BRIDGES = {"mbridge": "mbridge", "megatron-bridge": "megatron.bridge"}
 
@@ -523,7 +523,7 @@ def seen(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT / "tests" / "adapters"), os.environ["PYTHONPATH"]])
+    path = os.pathsep.join([str(ROOT / "tests" / "adapters" / "verl"), os.environ["PYTHONPATH"]])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 

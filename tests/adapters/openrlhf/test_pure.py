@@ -15,7 +15,7 @@ from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.openrlhf import autoload, config, install
 from tensorhub_plugins.vllm.outlook import Model
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 # --- the flag ---------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from tensorhub_plugins.vllm.ray import hub as ray_hub  # noqa: E402
 
 pytestmark = pytest.mark.heavy  # verl and vLLM are imported, whole
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend=tensorhub"
 ROLLOUT = "actor_rollout_ref.rollout"
 PULL = [BACKEND, f"{ROLLOUT}.name=vllm_tensorhub"]
