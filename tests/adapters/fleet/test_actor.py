@@ -402,6 +402,7 @@ def test_a_policy_that_fails_is_said_once_and_ignored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(policy.SHIPPED, "capricious", capricious)
+    CALLS.clear()
 
     async def story(stage: Stage) -> None:
         await stage.report("rollout-0")
