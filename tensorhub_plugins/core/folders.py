@@ -72,7 +72,7 @@ def publish(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None
     client = _client("trainer", "trainer", rank, ranks)
     if not _run:
         run = str(everything[0]["run"])
-        _run.update(run=run, attempt=client.begin(number - 1, word=run, timeout_s=TIMEOUT_S))
+        _run.update(run=run, attempt=client.begin(number - 1, launch_id=run, timeout_s=TIMEOUT_S))
     sizes = {name: size for each in everything for name, size in each["files"].items()}
     if odd := [name for name in sizes if name.encode(errors="ignore").decode() != name]:
         raise UsageError(f"{folder} has a file {odd[0]!r}, whose name is not UTF-8: rename it, or leave it out")

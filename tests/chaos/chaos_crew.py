@@ -230,7 +230,7 @@ class Rank:
         attempt = self._diary.call(
             "begin",
             BEGIN_S,
-            lambda: client.begin(step, word=word, timeout_s=BEGIN_S),
+            lambda: client.begin(step, launch_id=word, timeout_s=BEGIN_S),
             asked=step,
             read=lambda attempt: (version_of(attempt, step), ""),
         )

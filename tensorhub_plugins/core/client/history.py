@@ -88,27 +88,27 @@ class History(OfThisProcess):
         number = types.check_version(version)
         self._ask(lambda n: messages.Withdraw(n, number, timeout_s), timeout_s)
 
-    def begin(self, step: int = 0, *, word: str = "", timeout_s: float = 60.0) -> int:
+    def begin(self, step: int = 0, *, launch_id: str = "", timeout_s: float = 60.0) -> int:
         """Begin an attempt: a trainer starts, or resumes from `step` (0: none). Return its number, for `version_of`.
 
         Versions of former attempts above that step are superseded: they are not read or run any more. What this
         attempt publishes is newer than all before, whatever its steps. The first attempt of all is 0, whose versions
         are plain steps; so are those of a trainer that never begins. Every shard of this replica calls it, with the
-        same step, and word: an id of this launch, which its ranks share, and those of another launch do not.
+        same step and launch_id, which the ranks of one launch share, and those of another launch do not.
 
         A former trainer that was killed is waited for until its session expires, or not at all when its process was on
         this host. Raise UsageError when it is alive; DeadlineExceeded with what was missing, after timeout_s;
         Superseded when another process has replaced this one. From then on processes of a former attempt can publish,
         unpublish and retain nothing: Superseded."""
         types.version_of(0, step)
-        arguments.check_word("word", word)
+        arguments.check_word("launch_id", launch_id)
         timeout_s = bounded(timeout_s)
         deadline = Deadline.after(timeout_s)
-        reply = self._ask(lambda n: messages.Begin(n, step, timeout_s, word), timeout_s)
+        reply = self._ask(lambda n: messages.Begin(n, step, timeout_s, launch_id), timeout_s)
         if isinstance(reply, messages.Rivals):
             gone = tuple(process for process in reply.processes if is_gone(process))
             left_s = deadline.remaining()
-            reply = self._ask(lambda n: messages.Begin(n, step, left_s, word, gone, waits=True), left_s)
+            reply = self._ask(lambda n: messages.Begin(n, step, left_s, launch_id, gone, waits=True), left_s)
         assert isinstance(reply, messages.Begun)
         return reply.attempt.number
 

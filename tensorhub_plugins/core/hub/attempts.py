@@ -78,7 +78,7 @@ class Beginning:
         if number >= ATTEMPTS_MAX:
             text = f"{ATTEMPTS_MAX} attempts were begun in {history.name}: use another run name"
             return m.Refused(begin.request_id, "UsageError", text)
-        attempt = Attempt(number, begin.step, self._registry.new_mark(begin.word))
+        attempt = Attempt(number, begin.step, self._registry.new_mark(begin.launch_id))
         for member in members:
             member.worker.mark = attempt.mark
         self._outbox.log(f"{history.name}: {pending.worker.hello.replica} begins attempt {number} at step {begin.step}")
@@ -132,7 +132,7 @@ def _members(history: History, pending: Pending, now: float) -> dict[int, Pendin
         other.worker.hello.shard: other
         for other in history.beginning.values()
         if isinstance(other.message, m.Begin)
-        and (other.message.step, other.message.word) == (asked.step, asked.word)
+        and (other.message.step, other.message.launch_id) == (asked.step, asked.launch_id)
         and (other.worker.hello.replica, other.worker.hello.shard_count) == (hello.replica, hello.shard_count)
         and not other.worker.is_replaced
         and not other.is_overdue(now)
@@ -146,7 +146,7 @@ def _may_join(history: History, pending: Pending) -> bool:
     assert isinstance(asked, m.Begin)
     if not directive.mark or directive.attempts[-1].step != asked.step:
         return False
-    if not directive.mark.endswith(check_of(asked.word)) or hello.shard_count == 1:
+    if not directive.mark.endswith(check_of(asked.launch_id)) or hello.shard_count == 1:
         return False
     workers = [w for w in history.members(pending.worker) if w is not pending.worker and not w.is_replaced]
     mates = [w for w in workers if w.mark == directive.mark]

@@ -138,10 +138,10 @@ class Registry:
         """Return whether this incarnation of the hub has begun the attempt of that mark."""
         return mark.startswith(self.session[:8])
 
-    def new_mark(self, word: str) -> bytes:
+    def new_mark(self, launch_id: str) -> bytes:
         """Return the mark of an attempt that is begun with this launch id; it is unique among all hubs."""
         self._marks += 1
-        return self.session[:8] + self._marks.to_bytes(4, "big") + check_of(word)
+        return self.session[:8] + self._marks.to_bytes(4, "big") + check_of(launch_id)
 
     # --- time ---
 

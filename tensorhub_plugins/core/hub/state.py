@@ -612,6 +612,6 @@ def checksum_of(worker: Worker) -> int:
     return m.holdings_checksum((held | aside).items())
 
 
-def check_of(word: str) -> bytes:
-    """Return the end of the mark of an attempt that was begun with this launch id (`word`)."""
-    return zlib.crc32(word.encode()).to_bytes(4, "big")
+def check_of(launch_id: str) -> bytes:
+    """Return the end of the mark of an attempt that was begun with this launch id."""
+    return zlib.crc32(launch_id.encode()).to_bytes(4, "big")

@@ -345,14 +345,14 @@ class Retain(_Message, frozen=True):
 class Begin(_Message, frozen=True):
     """A trainer starts: asks for the next attempt, at the step that it resumes from (0: from none).
 
-    Every shard of its replica asks, with the same step and word (the id of this launch, which its ranks share); all
-    are answered at once. gone: processes of its former incarnations that have ended, as the worker has found out.
+    Every shard of its replica asks, with the same step and the id of this launch, which its ranks share; all are
+    answered at once. gone: processes of its former incarnations that have ended, as the worker has found out.
     waits: until rivals that may be alive are declared dead; else the answer names them at once."""
 
     request_id: Count
     step: Step
     timeout_s: Seconds
-    word: Word = ""
+    launch_id: Word = ""
     gone: Processes = ()
     waits: bool = False
     until: Until | None = None

@@ -320,9 +320,9 @@ BAD_WORDS = ["\ud800", np.str_("x"), 1, None, "x" * 300, "a\nb"]
 @pytest.mark.parametrize("word", BAD_WORDS, ids=repr)
 def test_a_word_that_no_message_can_hold_is_refused_and_the_link_lives(stage, word):
     client = stage.client("a")
-    with pytest.raises(UsageError, match="word=.*a text of at most 256 characters"):
-        client.begin(0, word=word, timeout_s=1.0)
-    assert client.begin(0, word="x") == 0
+    with pytest.raises(UsageError, match="launch_id=.*a text of at most 256 characters"):
+        client.begin(0, launch_id=word, timeout_s=1.0)
+    assert client.begin(0, launch_id="x") == 0
 
 
 @pytest.mark.parametrize("word", BAD_WORDS, ids=repr)

@@ -263,8 +263,8 @@ def ranks(scenario: Scenario, replica: str, **hello: object) -> list[str]:
 def test_ranks_begin_together_and_are_told_the_same() -> None:
     scenario = Scenario()
     first, second = ranks(scenario, "trainer")
-    assert begin(scenario, first, 3, word="w") == []
-    assert begin(scenario, second, 3, word="w") == ["attempt 0 at 3"]
+    assert begin(scenario, first, 3, launch_id="w") == []
+    assert begin(scenario, second, 3, launch_id="w") == ["attempt 0 at 3"]
     assert answers(scenario, first) == ["attempt 0 at 3"]
 
 
@@ -273,20 +273,20 @@ def test_whoever_begins_is_told_by_which_hub() -> None:
     scenario = Scenario()
     names = ranks(scenario, "trainer")
     for name in names:
-        scenario.say(name, m.Begin, step=3, timeout_s=60.0, word="w")
+        scenario.say(name, m.Begin, step=3, timeout_s=60.0, launch_id="w")
     scenario.sessions["trainer/1"] = b"another".ljust(16)
     scenario.join("trainer/1", 2)
-    scenario.say("trainer/1", m.Begin, step=3, timeout_s=60.0, word="w")
+    scenario.say("trainer/1", m.Begin, step=3, timeout_s=60.0, launch_id="w")
     begun = [each for name in names for each in scenario.inbox[name] if isinstance(each, m.Begun)]
     assert [each.hub for each in begun] == [scenario.hub.session] * 3
 
 
-@pytest.mark.parametrize("other", [{"step": 4}, {"step": 3, "word": "another"}])
+@pytest.mark.parametrize("other", [{"step": 4}, {"step": 3, "launch_id": "another"}])
 def test_a_rank_that_begins_something_else_is_refused(other: dict[str, object]) -> None:
     scenario = Scenario()
     first, second = ranks(scenario, "trainer")
-    begin(scenario, first, 3, word="w")
-    assert begin(scenario, second, **{"word": "w", **other}) == []
+    begin(scenario, first, 3, launch_id="w")
+    assert begin(scenario, second, **{"launch_id": "w", **other}) == []
     scenario.wait(1.5)
     scenario.tell(first, m.Heartbeat(scenario.hub.session, 9, (1,)))
     assert answers(scenario, second) == ["refused UsageError"]
@@ -308,10 +308,12 @@ def test_a_rank_whose_answer_was_lost_with_the_hub_joins_the_others() -> None:
     scenario.join("trainer/0", 2, mark=attempt.mark, directive=Directive(attempts=(attempt,)))
     scenario.join("trainer/1", 2)
     for step, word in ((2, "w"), (3, "another")):
-        assert begin(scenario, "trainer/1", step, word=word) == []  # the controls: it is of another start
-    assert begin(scenario, "trainer/1", 3, word="w") == ["attempt 2 at 3"]
+        assert begin(scenario, "trainer/1", step, launch_id=word) == []  # the controls: it is of another start
+    assert begin(scenario, "trainer/1", 3, launch_id="w") == ["attempt 2 at 3"]
     scenario.publish("trainer/0", version_of(2, 4))
-    assert begin(scenario, "trainer/1", 3, word="w", timeout_s=0.0) == ["refused DeadlineExceeded"]  # it is at work
+    assert begin(scenario, "trainer/1", 3, launch_id="w", timeout_s=0.0) == [
+        "refused DeadlineExceeded"
+    ]  # it is at work
 
 
 def test_a_replaced_process_does_not_begin() -> None:

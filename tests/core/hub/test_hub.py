@@ -456,9 +456,9 @@ def test_what_waits_and_is_given_up_meanwhile_is_not_carried_out(scenario: Scena
     for kind in (m.Pin, m.Withdraw):
         scenario.say("other/0", kind, version=1, timeout_s=60.0, until=until(scenario, 2.0))
     scenario.say("other/0", m.Unpublish, keys=(ShardKey(1, CHECKPOINT),), timeout_s=2.0, until=until(scenario, 2.4))
-    scenario.say("trainer/0", m.Begin, step=0, timeout_s=60.0, word="w", waits=True, until=until(scenario, 2.0))
+    scenario.say("trainer/0", m.Begin, step=0, timeout_s=60.0, launch_id="w", waits=True, until=until(scenario, 2.0))
     scenario.now += LIMITS.grace_s + 1.0  # it wakes, and hears before it looks at its timers
-    scenario.say("trainer/1", m.Begin, step=0, timeout_s=2.0, word="w", waits=True, until=until(scenario, 2.4))
+    scenario.say("trainer/1", m.Begin, step=0, timeout_s=2.0, launch_id="w", waits=True, until=until(scenario, 2.4))
     scenario.tell("other/0", m.AskVersions(99))
     scenario._deliver(Tick())
     history = scenario.hub.registry.histories["run", "actor"]

@@ -284,7 +284,7 @@ def test_refusals_name_the_key() -> None:
 
 
 def begin(story: Scenario, worker: str = "trainer/0", **fields: object) -> list[str]:
-    story.say(worker, m.Begin, **{"step": 0, "timeout_s": 5.0, "word": "w", **fields})
+    story.say(worker, m.Begin, **{"step": 0, "timeout_s": 5.0, "launch_id": "w", **fields})
     return [line for line in story.heard(worker) if line != "Alive"]
 
 
