@@ -11,18 +11,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError
 
-from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, VersionRefused, record, work
-from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, VersionRefused, work
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.vllm.ray import replica_metrics
-from tensorhub_plugins.vllm.ray.actor_handles import DEAD, ENDED
+from tensorhub_plugins.vllm.ray.actor_handles import ENDED
 from tensorhub_plugins.vllm.ray.fleet.events import Reported
 from tensorhub_plugins.vllm.ray.fleet.types import Entry
-from tensorhub_plugins.vllm.ray.members import Failure, Member, Members
-
-logger = get_logger(__name__)
+from tensorhub_plugins.vllm.ray.members import Member, Members
+from tensorhub_plugins.vllm.ray.rotation import Out, Rotation, reason_of
 
 START_TIMEOUT_S = 1800.0  # loading the largest models and capturing graphs
 HEARTBEAT_TIMEOUT_S = 0.5  # what a healthy engine's answer to a heartbeat takes at most, on a busy machine
@@ -36,6 +34,7 @@ class Engines:
 
     def __init__(self, handles: Sequence[Any], timeout_s: float) -> None:
         self.table = Members(timeout_s, timeout_s)
+        self.rotation = Rotation(self.table, lambda name: self.in_flight.get(name, 0), self._forget)
         for number, handle in enumerate(handles):
             self.table.add(f"rollout-{number}", time.monotonic(), handle, worker=f"rollout-{number}/0")
         self.has_begun = False
@@ -107,14 +106,7 @@ class Engines:
             for member in self.members:
                 if member.name in self._probes:
                     self._receive(member)
-            now = time.monotonic()
-            for name in self.table.hung(now):
-                member = self.table.all[name]
-                ray.kill(member.handle, no_restart=False)
-                self._fail(name, RuntimeError(f"no answer for {now - member.silent_since:.0f} s"), "restarting")
-            for name in self.table.silent(now):  # not ended here: an external one, or one that drains
-                self.forgotten.add(name)
-                self._note_loss(self.table.all[name], f"no answer for {self.table.timeout_s:.0f} s")
+            self.rotation.look()
 
     def _receive(self, member: Member) -> None:
         try:
@@ -122,33 +114,24 @@ class Engines:
         except GetTimeoutError:
             return
         except LOST as error:
-            is_dead, is_ended = isinstance(error, DEAD), isinstance(error, RayActorError)
-            self._fail(member.name, error, "died" if is_dead else "restarting" if is_ended else "unfit")
+            self._errors[member.name] = error
+            self._probes.pop(member.name)
+            self.rotation.failed(member, error)
             return
         self._probes.pop(member.name)
-        if self.table.heard(member.name, time.monotonic(), heartbeat):
-            logger.info("%s answers again, at version %d", member.name, member.version)
-            record("replica_back", worker=member.called, version=member.version)
+        self.rotation.heard(member, heartbeat)
 
-    def _fail(self, name: str, error: Exception, how: Failure = "unfit") -> None:
-        self._errors[name] = error
-        self._probes.pop(name, None)  # whatever is still answered was said before
-        if self.table.failed(name, time.monotonic(), how):
-            self._note_loss(self.table.all[name], (str(error).splitlines() or [""])[0][:200])
-
-    def _note_loss(self, member: Member, reason: str) -> None:
-        logger.warning("%s is lost, its prompts are asked elsewhere: %s", member.name, reason)
-        if member.is_missed:
-            record("replica_lost", worker=member.called, reason=reason)
+    def _forget(self, member: Member, out: Out) -> None:
+        self._probes.pop(member.name, None)  # whatever is still answered was said before
+        if out != "failed":
+            self.forgotten.add(member.name)
 
     # --- what answers of prompts say ----------------------------------------------------------------------------------
 
     def lost_by_name(self, name: str, epoch: int, error: Exception) -> None:
-        """Note that a prompt that this engine was given in that epoch has ended so. Of those that it had when it was
-        lost some are heard of when it is back."""
+        """Note that a prompt that this engine was given in that epoch has ended so."""
         with self.lock:
-            if self.table.is_current(name, epoch):
-                self._fail(name, error)
+            self.rotation.failed_request(name, epoch, reason_of(error))
 
     def refused_by_name(self, name: str, error: VersionRefused) -> None:
         """Note the same of a refused version; its next heartbeat says so."""
@@ -177,11 +160,4 @@ class Engines:
     def apply(self, told: Collection[str], roster: Sequence[Entry]) -> None:
         with self.lock:
             self.has_fleet = True
-            joined, left = self.table.apply(told, roster, time.monotonic())
-            for member in joined:
-                logger.info("%s joins", member.name)
-            for member in left:
-                self.forgotten.add(member.name)
-                self._probes.pop(member.name, None)
-                record("replica_left", worker=member.called, in_flight=self.in_flight.get(member.name, 0))
-                logger.info("%s has left", member.name)
+            self.rotation.apply(told, roster)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
@@ -27,11 +26,12 @@ from tensorhub_plugins.verl.config import TRAINER
 from tensorhub_plugins.verl.request_counts import Load
 from tensorhub_plugins.vllm.plugin import wrap
 from tensorhub_plugins.vllm.ray import replica_metrics
-from tensorhub_plugins.vllm.ray.actor_handles import DEAD, ENDED
+from tensorhub_plugins.vllm.ray.actor_handles import ENDED
 from tensorhub_plugins.vllm.ray.fleet.events import Reported
 from tensorhub_plugins.vllm.ray.fleet.types import Entry
-from tensorhub_plugins.vllm.ray.members import JOIN_INTERVAL_S, Failure, Heartbeat, Member, Members
+from tensorhub_plugins.vllm.ray.members import JOIN_INTERVAL_S, Heartbeat, Member, Members
 from tensorhub_plugins.vllm.ray.reporting import Reporter
+from tensorhub_plugins.vllm.ray.rotation import Out, Rotation
 
 logger = get_logger(__name__)
 
@@ -55,13 +55,13 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         del config  # the replicas tell what they are configured with
         self.members = Members(TIMEOUT_S)  # by the names that verl has for its servers
         self._load = Load()
+        self.rotation = Rotation(self.members, self._load.count, self._forget)
         self._silence: asyncio.Task[None] | None = None
         self._beats: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._hurry = asyncio.Event()  # a caller waits for a version
         self._waits = 0  # how many do
         self._published = 0  # the trainer's newest version, as it says itself
-        self._late: set[str] = set()  # no other one could answer; logged once
         self._losses = 0
         self._lost = asyncio.Event()
         self._given = dict(servers)
@@ -132,8 +132,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
 
     async def report_lost(self, server_id: str, epoch: int, reason: str) -> None:
         """Take out a replica: a request found out before the heartbeat did."""
-        if self.members.is_current(server_id, epoch) and self.members.failed(server_id, time.monotonic()):
-            self._take_out(self.members.all[server_id], reason)
+        self.rotation.failed_request(server_id, epoch, reason)
 
     async def wait_for_version(self, version: int, timeout_s: float) -> list[str]:
         """Return when all replicas in rotation answer with this version; or, at the deadline, which do not. Raise
@@ -229,11 +228,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                 self._heard(member, await member.handle.tensorhub_heartbeat.remote())
                 said = ""
             except ENDED as error:
-                how: Failure = "died" if isinstance(error, DEAD) else "restarting"
-                if self.members.failed(member.name, time.monotonic(), how):
-                    self._take_out(member, type(error).__name__)
+                self.rotation.failed(member, error)
                 if member.is_gone:
-                    logger.warning("router: %s will not come back (%s)", member.called, type(error).__name__)
                     return
             except Exception as error:
                 if said != repr(error):  # once, not every second
@@ -249,9 +245,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
 
     def _heard(self, member: Member, answer: Heartbeat) -> None:
         run_log.use(answer.get("events"))
-        if self.members.heard(member.name, time.monotonic(), answer):
-            logger.info("router: %s is back with version %s", member.called, version_text(member.version))
-            record("replica_back", worker=member.called, version=member.version)
+        self.rotation.heard(member, answer)
         self._choose(member)
         if self.why_stuck():
             self._changed.set()  # those that wait for a replica wait in vain
@@ -270,28 +264,9 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     async def _find_silent(self) -> None:
         while True:
             self._announce()
-            now, known = time.monotonic(), self.members.all
-            self.members.look(now)
-            for server_id in self.members.silent(now):
-                self._take_out(known[server_id], f"silent for {self.members.timeout_s:.0f} s")
-            late = set(self.members.late(now))
-            for server_id in late - self._late:
-                limit_s = self.members.hangs_after_s(known[server_id])
-                until = f"; it is ended and started again after {limit_s:.0f} s" if limit_s < math.inf else ""
-                text = "router: %s has not answered for %.0f s, and no other one is ready%s"
-                logger.warning(text, known[server_id].called, self.members.timeout_s, until)
-            self._late = late
-            for server_id in self.members.hung(now):
-                self._end(known[server_id], now)
+            self.members.look(time.monotonic())
+            self.rotation.look()
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-
-    def _end(self, member: Member, now: float) -> None:
-        """End a replica that hangs. Ray starts it again, or the fleet another one."""
-        reason = f"no answer for {now - member.silent_since:.0f} s"
-        logger.error("router: %s hangs (%s): it is ended, to be started again", member.called, reason)
-        if self.members.failed(member.name, now, "restarting"):
-            self._take_out(member, reason)
-        ray.kill(member.handle, no_restart=False)
 
     def _announce(self) -> None:
         """Announce this router to the worker that holds updates up. Again and again, because it may be started
@@ -301,12 +276,13 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         with contextlib.suppress(ValueError):  # the replicas have made none yet
             ray.get_actor(worker_stub.NAME).meet.remote(ray.get_runtime_context().current_actor, self._published)
 
-    def _take_out(self, member: Member, reason: str) -> None:
-        requests = self._load.forget(member.name)
-        logger.warning("router: %s is out (%s); %d requests go to others", member.called, reason, requests)
-        if member.is_missed:
-            record("replica_lost", worker=member.called, reason=reason, in_flight=requests)
-        super().remove_servers([member.name])
+    def _forget(self, member: Member, out: Out) -> None:
+        if out == "left":
+            self._forgotten.add(member.name)
+            self._release(member.name)
+        else:
+            self._load.forget(member.name)
+            super().remove_servers([member.name])
         self._losses += 1
         self._lost.set()
 
@@ -319,14 +295,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     def apply(self, told: Collection[str], roster: Sequence[Entry]) -> None:
         """Apply the roster. What has left is asked no more: what it still has is asked elsewhere, and nothing of it is
         counted."""
-        joined, left = self.members.apply(told, roster, time.monotonic())
-        for member in left:
-            record("replica_left", worker=member.called, in_flight=self._load.count(member.name))
-            self._forgotten.add(member.name)
-            self._release(member.name)
-            self._losses += 1
-            self._lost.set()
-        for member in joined:
+        for member in self.rotation.apply(told, roster):
             self._know(member)
         for member in self.members.all.values():
             self._choose(member)

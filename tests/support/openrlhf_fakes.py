@@ -16,6 +16,7 @@ from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.versions import FIRST, Versioned
 from tensorhub_plugins.vllm.engine.follower import Follower, Gate
 from tensorhub_plugins.vllm.engine.spans import Spans
+from tensorhub_plugins.vllm.ray import rotation
 from tensorhub_plugins.vllm.ray.health import EngineLost
 from tensorhub_plugins.vllm.ray.owned import OwnedEngine
 
@@ -149,9 +150,11 @@ def play_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     """Replace Ray, the hub and the fleet."""
     fake = FakeRay()
     monkeypatch.setattr(health, "ray", fake)
+    monkeypatch.setattr(rotation, "ray", fake)
     monkeypatch.setattr(routing, "ray", fake)
     monkeypatch.setattr(routing.samples_generator, "ray", fake)
-    monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: fake.now, sleep=fake.sleep))
+    for module in (health, rotation):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: fake.now, sleep=fake.sleep))
     monkeypatch.setattr(routing, "connect", FakeHub)
     monkeypatch.setattr(routing.Reporter, "start", lambda _: None)  # the stories below play its part
     monkeypatch.setattr(routing.samples_generator, "tqdm", lambda *_, **__: FakeProgress())

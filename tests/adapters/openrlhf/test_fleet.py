@@ -19,7 +19,7 @@ from tensorhub_plugins.core import DeadlineExceeded  # noqa: E402
 from tensorhub_plugins.openrlhf import health  # noqa: E402
 from tensorhub_plugins.openrlhf.partial_answers import GivenBack, Journal  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST  # noqa: E402
-from tensorhub_plugins.vllm.ray import reporting  # noqa: E402
+from tensorhub_plugins.vllm.ray import reporting, rotation  # noqa: E402
 from tensorhub_plugins.vllm.ray.actor_handles import seal  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet.types import Entry, Seen  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
@@ -178,7 +178,7 @@ def test_the_fleet_is_told_a_lost_node_from_a_restart(ray: FakeRay) -> None:
 
 def test_one_that_leaves_is_not_lost(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, str]] = []
-    monkeypatch.setattr(health, "record", lambda event, **more: events.append((event, more["worker"])))
+    monkeypatch.setattr(rotation, "record", lambda event, **more: events.append((event, more["worker"])))
     engines = make([FakeEngine(), FakeEngine(), FakeEngine()]).engines
     engines.live()
     first, leaver, other = (member.handle for member in engines.members)

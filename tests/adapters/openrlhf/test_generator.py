@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, RayActorError  # noqa: E402
 from tensorhub_plugins.core import VersionGone, VersionRefused, version_of  # noqa: E402
 from tensorhub_plugins.openrlhf import health, routing  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, figures_of  # noqa: E402
+from tensorhub_plugins.vllm.ray import rotation  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
@@ -354,7 +355,7 @@ def test_a_stale_engine_gets_no_prompts_and_is_neither_lost_nor_restarting(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    monkeypatch.setattr(health, "record", lambda event, **_: events.append(event))
+    monkeypatch.setattr(rotation, "record", lambda event, **_: events.append(event))
     well, cut_off = FakeEngine(), FakeEngine()
     generator = make([well, cut_off])
     generator.engines.live()
