@@ -16,7 +16,7 @@ PACKAGE = ROOT / "tensorhub_plugins"
 # Of core. Later lines import earlier ones, never the other way round; rooms on one line do not know each other.
 LAYERS = [
     {"errors"},
-    {"log"},
+    {"log", "threads"},
     {"digests", "device"},
     {"deltas"},
     {"types", "run_log", "progress", "deadline", "process_lifetime", "machine", "work", "files"},
@@ -258,6 +258,19 @@ def test_a_file_that_breaks_a_rule_is_found(rule: Rule, file: str, line: str, tm
     path.write_text("import typing\nif typing.TYPE_CHECKING:\n    " + line.replace("\n", "\n    "))
     if "newroom" not in file:
         assert rule(imports(tmp_path)) == []
+
+
+def test_every_room_of_core_is_on_a_level_and_in_its_readme() -> None:
+    rooms = {
+        path.stem for path in (PACKAGE / "core").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert rooms - {"__init__"} == set(LEVEL)
+    table = (PACKAGE / "core" / "README.md").read_text().partition("| package |")[2].partition("\n\n")[0]
+    named = [
+        {name.strip("/") for name in re.findall(r"`([a-z_]+/?)`", line.split("|")[1])}
+        for line in table.splitlines()[2:]
+    ]
+    assert named == LAYERS
 
 
 def test_only_one_module_touches_a_device() -> None:
