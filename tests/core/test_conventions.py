@@ -396,3 +396,32 @@ def test_what_recipes_import_of_ours_is_there(tmp_path: Path) -> None:
         "recipes.demo has no two",
         "recipes.no has no x",
     ]
+
+
+# --- the changelog ----------------------------------------------------------------------------------------------------
+
+CHANGE_LENGTH_MAX = 150
+HEADINGS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]  # Keep a Changelog's, in its order
+
+
+def wrong_changes(text: str) -> list[str]:
+    """Return what is not one line a change, below headings that come once each."""
+    _, _, listed = text.partition("\n## [Unreleased]\n")
+    lines = [line for line in listed.split("\n## [")[0].splitlines() if line]
+    headings = [line.removeprefix("### ") for line in lines if line.startswith("#")]
+    wrong = [line for line in lines if not line.startswith(("- ", "### ")) or len(line) > CHANGE_LENGTH_MAX]
+    return wrong + ([] if headings == [each for each in HEADINGS if each in headings] else headings)
+
+
+def test_the_changelog_has_one_line_a_change() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert wrong_changes(text) == []
+    begin = "\n## [Unreleased]\n\n### Added\n"
+    for more in (
+        "- one\n  that goes on\n",
+        f"- {'long ' * 40}\n",
+        "- one\n\n### Added\n- two\n",
+        "\n### Other\n- one\n",
+    ):
+        assert wrong_changes(begin + more)
+    assert wrong_changes(begin + "- one\n\n### Fixed\n- two\n") == []
