@@ -36,6 +36,7 @@ from tensorhub_plugins.core.hub.limits import SESSIONS_MAX, HubLimits
 from tensorhub_plugins.core.hub.metrics import Metric, hub_figure, metrics
 from tensorhub_plugins.core.hub.names import Names, public_name
 from tensorhub_plugins.core.hub.rates import Rates
+from tensorhub_plugins.core.hub.unfinished import Unfinished
 from tensorhub_plugins.core.process_lifetime import ForeignPort, OfThisProcess, files_left, raise_files_max
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import check_address, is_loopback, new_session, parse_address, resolve
@@ -151,6 +152,7 @@ class Server(OfThisProcess):
         self._sessions_max = min(SESSIONS_MAX, max(1, files_left(self._files_max) - FILES_KEPT))
         self._hub, self._is_caught_up, self._caught_up_at = self._new_hub(clock()), True, clock()  # see `_now`
         self._names, self._rates = Names(), Rates(self._limits.messages_per_s_max)
+        self._unfinished = Unfinished(clock())
         self._unreachable: list[hub.Received] = []  # Byes for workers that have ended without sending one
         self._failures: dict[bytes, int] = {}  # by session
         self._stop, self._asked = threading.Event(), SimpleQueue[Future[list[Metric]]]()
@@ -170,7 +172,7 @@ class Server(OfThisProcess):
     def _listen(self, address: str, keys: Keys | None) -> None:
         where, self._context = _where(address), zmq.Context()
         self._socket = _router(self._context, where)
-        self._strangers = curve.Strangers(self._context, self._socket, self._clock)
+        self._strangers = curve.Strangers(self._context, self._socket, self._clock, self._unfinished.accepted)
         self._doorman = None if keys is None else curve.Doorman(self._context, keys.admitted(), self._strangers.refused)
         if keys is not None:
             curve.guard_hub(self._socket, keys)
@@ -237,6 +239,11 @@ class Server(OfThisProcess):
                 if ready:
                     self._receive_burst()
                     next_tick = min(next_tick, self._hub.next_deadline(now))  # a new deadline may be sooner
+                for descriptor in self._unfinished.cut(self._strangers.hosts, now):
+                    host = self._strangers.hosts[descriptor] or "an unknown host"
+                    self._log(
+                        logging.WARNING, f"cut off a connection from {host}: it has sent a message without an end"
+                    )
         except Exception:
             log.exception("the hub has failed")
             raise
@@ -319,17 +326,19 @@ class Server(OfThisProcess):
 
     def _receive_one(self) -> tuple[bytes, bytes, Role]:
         """Return the connection's identity, a frame, and its role: publisher, where the hub has no secret."""
-        identity = self._socket.recv(NOBLOCK)
-        if self._doorman is None:
-            return identity, self._socket.recv(NOBLOCK), "publisher"
+        identity, frame = self._socket.recv(NOBLOCK), self._receive_frame()
+        return identity, frame.bytes, "publisher" if self._doorman is None else cast(Role, frame.get(curve.USER))
+
+    def _receive_frame(self) -> zmq.Frame:
         frame = self._socket.recv(NOBLOCK, copy=False)
-        return identity, frame.bytes, cast(Role, frame.get(curve.USER))
+        self._unfinished.took(frame)
+        return frame
 
     def _drain(self) -> int:
         """Discard the rest of a message of several frames, which is none of ours; return how many there were."""
         frames = 0
         while self._socket.getsockopt(zmq.RCVMORE):
-            self._socket.recv(NOBLOCK)
+            self._receive_frame()
             frames += 1
         return frames
 

@@ -94,19 +94,25 @@ class Strangers:
     the hub has one. Poll `socket`, and call `look` when it is readable; only the hub's thread does. Before `bind`.
 
     ZeroMQ reports a failure without the peer; that the connection is over comes next, and names its descriptor. A
-    client that sees first that its secret does not fit may leave unseen: its connection is then a probe's."""
+    client that sees first that its secret does not fit may leave unseen: its connection is then a probe's.
+
+    accepted: called with the descriptor of each new connection."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], clock: Callable[[], float]
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        router: zmq.Socket[bytes],
+        clock: Callable[[], float],
+        accepted: Callable[[int], object] = lambda descriptor: None,
     ) -> None:
-        self._clock = clock
+        self._clock, self._accepted = clock, accepted
         address = f"inproc://tensorhub-strangers-{id(self)}"
         router.monitor(address, zmq.EVENT_ACCEPTED | PROTOCOL | zmq.EVENT_DISCONNECTED)
         self.socket = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's own thread would wait for us
         self.socket.connect(address)
-        self._hosts: dict[int, str] = {}  # by descriptor, of which a process has a limited number
+        self.hosts: dict[int, str] = {}  # of connections by descriptor, of which a process has a limited number
         self._failed = False
         self._refused: dict[str, tuple[int, float]] = {}  # by host: how many, and when the last one was
 
@@ -117,11 +123,12 @@ class Strangers:
                 event = parse_monitor_message(self.socket.recv_multipart(zmq.NOBLOCK))
                 number = int(event["value"])
                 if event["event"] == zmq.EVENT_ACCEPTED:
-                    self._hosts[number] = _peer_of(number)
+                    self.hosts[number] = _peer_of(number)
+                    self._accepted(number)
                 elif event["event"] == PROTOCOL:
                     self._failed = True
                 else:
-                    host = self._hosts.pop(number, "")
+                    host = self.hosts.pop(number, "")
                     if self._failed:
                         self.refused(host)
                     self._failed = False

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from client_stage import until
 from hub_peer import ask, peer
 from hub_scenarios import Scenario, source_of
 
@@ -20,9 +24,11 @@ from tensorhub_plugins.core.hub import hub, outbox, rates, server
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.server import Server, start_server
+from tensorhub_plugins.core.hub.unfinished import Unfinished
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE, Directive
 from tensorhub_plugins.core.protocol.fields import SERIAL_MAX
+from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import CHECKPOINT, HOSTS_MAX, SHARDS_MAX, Location, ShardKey, check_name, printable
 
 LONG = "x" * 257
@@ -308,6 +314,73 @@ def test_the_control_an_endless_queue_takes_it_all() -> None:
         port = router.bind_to_random_port("tcp://127.0.0.1")
         assert taken_from_a_flood(f"tcp://127.0.0.1:{port}") == FLOOD
     context.term()
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["one message of many frames", "the control: many messages"])
+def test_a_message_without_an_end_is_cut_off(ends: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """ZeroMQ would keep all of its frames, of anybody's whom the hub admits."""
+    observer, lines = Keys.of(b"1" * 32).limited("observer"), "cut off a connection from 127.0.0.1"
+    with (
+        start_server(keys=Keys.of(b"1" * 32), limits=HubLimits(messages_per_s_max=10**9)) as running,
+        peer(running.address, Keys.of(b"1" * 32)) as worker,
+        peer(running.address, observer, SNDHWM=0) as endless,
+    ):
+        assert isinstance(ask(worker, hello()), m.Welcome)
+        frame = bytes(1 << 20)
+        for _ in range(100):
+            endless.send(frame, 0 if ends else zmq.SNDMORE, copy=False)
+        endless.send(b"")
+        until(lambda: ends or lines in caplog.text)
+        assert isinstance(ask(worker, m.Publish(2, HELD)), m.Done)
+        endless.send(m.encode(m.AskStatus(7)))  # it may connect again
+        while getattr(m.decode_from_hub(endless.recv()), "request_id", 0) != 7:
+            pass
+        assert (lines in caplog.text) != ends
+
+
+def test_what_has_come_is_counted_for_each_connection() -> None:
+    """What was handed over does not count, nor what the connection before it had, of the same descriptor."""
+    now, ours = iter(range(1, 100)), Unfinished(0.0, bytes_max=1000, growth_bytes=-(1 << 40))
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        number = os.open(os.devnull, os.O_RDONLY)
+        stack.callback(os.close, number)
+
+        def connect() -> socket.socket:
+            """Accept a connection under this number, as the system gives the same one out again."""
+            client = stack.enter_context(socket.create_connection(listener.getsockname()))
+            with listener.accept()[0] as accepted:
+                os.dup2(accepted.fileno(), number)
+            ours.accepted(number)
+            return client
+
+        def cut(client: socket.socket, size: int, taken: int) -> bool:
+            """Return whether it is cut when so much more of it has come, and been handed over."""
+            client.sendall(bytes(size))
+            while size:
+                size -= len(os.read(number, size))
+            ours.took(Frame(number, taken))  # type: ignore[arg-type]
+            return ours.cut([number], float(next(now))) == [number]
+
+        client = connect()
+        assert not any(cut(client, 900, 850) for _ in range(50))  # headers
+        assert not cut(client, 900, 0) and cut(client, 150, 0) and not client.recv(1)
+        client = connect()
+        assert not cut(client, 1000, 0) and cut(client, 1, 0)
+        assert ours.cut([1 << 20], float(next(now))) == []  # closed meanwhile
+
+
+class Frame:
+    """A frame of so many bytes that has come over this descriptor."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.descriptor, self.size = descriptor, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def get(self, option: int) -> int:
+        return self.descriptor
 
 
 def test_a_refusal_is_a_refusal_for_commands(running: Server, monkeypatch: pytest.MonkeyPatch) -> None:
