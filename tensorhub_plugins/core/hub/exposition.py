@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import threading
 from collections.abc import Iterator
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
 log = logging.getLogger("tensorhub.hub")
+REQUEST_S = 10.0
+SCRAPES_MAX = 16  # at a time: connections that ask for nothing take none of the files that workers need
 UP = "tensorhub_hub_answers", "1 if the hub has answered; else no other figure of it is here"
 
 
@@ -59,18 +62,31 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Http(ThreadingWSGIServer):
+    request_queue_size = 2 * SCRAPES_MAX
+
     def server_bind(self) -> None:
         """Bind it. HTTPServer's would look up this host's full name, for as long as the resolver takes."""
         TCPServer.server_bind(self)
+        self.free = threading.Semaphore(SCRAPES_MAX)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, or in this one, where there is none left."""
+        """Answer in a thread of its own, or in this one, where there is none left; close what is too many."""
+        if not self.free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
         try:
             super().process_request(request, client_address)
         except RuntimeError:
             self.process_request_thread(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and let another one in."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.free.release()
 
     def handle_error(self, *_: Any) -> None:
         """Log a scrape that has failed, as its scraper has gone."""
@@ -78,10 +94,12 @@ class _Http(ThreadingWSGIServer):
 
 
 @contextlib.contextmanager
-def served(server: Server, host: str, port: int, lookup_s: float = LOOKUP_S) -> Iterator[str]:
+def served(
+    server: Server, host: str, port: int, lookup_s: float = LOOKUP_S, request_s: float = REQUEST_S
+) -> Iterator[str]:
     """Serve the hub's figures, and this process's memory, files and processor time, within the block. Yield the URL.
     Raise UsageError where the address is taken, or is none of this host's. port 0 takes a free one.
-    lookup_s: for the host's name."""
+    lookup_s: for the host's name. request_s: for the next bytes of a request."""
     host, registry = host.strip("[]"), CollectorRegistry()
     registry.register(Figures(server))
     ProcessCollector(registry=registry)
@@ -90,7 +108,8 @@ def served(server: Server, host: str, port: int, lookup_s: float = LOOKUP_S) -> 
             found = resolve(host, Deadline.after(lookup_s))[0]
             family = socket.AF_INET6 if ":" in found else socket.AF_INET
             made = type("_Http", (_Http,), {"address_family": family})
-            http: WSGIServer = stack.enter_context(made((found, port), _Handler))
+            handler = type("_Handler", (_Handler,), {"timeout": request_s})
+            http: WSGIServer = stack.enter_context(made((found, port), handler))
             http.set_app(make_wsgi_app(registry))
             thread = Thread(target=http.serve_forever, name="tensorhub-metrics")
             thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import urllib.request
@@ -14,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tensorhub_plugins.core import Client, HubLimits, UsageError, start_server
 from tensorhub_plugins.core.hub import server as hub_server
-from tensorhub_plugins.core.hub.exposition import UP, served
+from tensorhub_plugins.core.hub.exposition import SCRAPES_MAX, UP, served
 from tensorhub_plugins.core.hub.hub import Received
 from tensorhub_plugins.core.hub.metrics import MODELS_MAX, OF_MODELS, metrics
 from tensorhub_plugins.core.hub.report import report
@@ -22,6 +23,7 @@ from tensorhub_plugins.core.hub.state import READ_BYTES_MAX
 from tensorhub_plugins.core.operations.status import status_text
 from tensorhub_plugins.core.operations.top import frame
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.address import parse_address
 from tensorhub_plugins.core.protocol.fields import COUNT_MAX
 from tensorhub_plugins.core.transports import MODULES
 from tensorhub_plugins.core.types import CHECKPOINT, TRANSPORTS, Location, ShardKey
@@ -317,6 +319,20 @@ def test_a_hub_that_does_not_answer_says_only_that(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(hub_server.Server.figures, "__defaults__", (0.05,))
         found = scrape(url)
         assert found["tensorhub_hub_answers"] == 0 and "tensorhub_hub_up_seconds" not in found
+
+
+def test_connections_that_ask_for_nothing_take_no_files_and_end() -> None:
+    """All of the hub's files, once, which its workers need."""
+    with (
+        start_server() as hub,
+        served(hub, "127.0.0.1", 0, request_s=1.0) as url,
+        contextlib.ExitStack() as stack,
+    ):
+        at = parse_address(url.removesuffix("/metrics"), "http")
+        idle = [stack.enter_context(socket.create_connection(at, timeout=60.0)) for _ in range(2 * SCRAPES_MAX)]
+        assert all(each.recv(1) == b"" for each in idle[SCRAPES_MAX:])
+        assert all(each.recv(1) == b"" for each in idle)
+        assert scrape(url)["tensorhub_hub_answers"] == 1
 
 
 def test_an_address_that_is_taken_is_refused() -> None:
