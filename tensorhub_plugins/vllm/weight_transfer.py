@@ -164,7 +164,11 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
             worker, timeout_s = init_info.replica, TrainingOptions.timeout_for(size_bytes)
             store = Client(init_info.hub, replica=worker, **{**names, **init_info.client})
             publisher = Publisher(store, rank=0, ranks=1, worker=worker, keep=1, timeout_s=timeout_s, begins=True)
-            client.init_weight_transfer_engine({"hub": init_info.hub, **names, **init_info.engine})
+            try:
+                client.init_weight_transfer_engine({"hub": init_info.hub, **names, **init_info.engine})
+            except BaseException:  # the next one is no second trainer
+                publisher.close()
+                raise
         linger_s, is_sender = init_info.linger_s, init_info.is_sender
         return cls(publisher=publisher, linger_s=linger_s, client=client, source=source, is_sender=is_sender)
 
@@ -185,10 +189,12 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
                 pass
             self._step = step
             return
+        newest = self._publisher.newest
         try:
             self._publisher.publish(step, self._whole(step))
         except UsageError:  # nothing was offered; after any other error it may have been seen, and never changes
-            self._step = before
+            if self._publisher.newest == newest:  # else another thread has published meanwhile
+                self._step = before
             raise
         number = self._publisher.version(step)
         self.client.start_weight_update()

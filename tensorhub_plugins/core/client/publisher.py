@@ -161,9 +161,8 @@ class Publisher(OfThisProcess):
         if model:
             self._reserve(self._plain(self._pieces_of(map(self._cast_spec, self._mine))), ahead=True)
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        # ahead: held while a version that is over stays for deltas. retiring: started with the first that is over.
-        self._is_publishing, self._ahead = False, threading.Lock()
-        self._retiring = Thread(target=self._retire, name="tensorhub-unpublish")
+        self._is_publishing, self._ahead = False, threading.Lock()  # ahead: while one that is over stays for deltas
+        self._retiring: Thread | None = None  # started with the first that is over
 
     @property
     def in_background(self) -> bool:
@@ -367,8 +366,7 @@ class Publisher(OfThisProcess):
         self._is_publishing = False  # the deltas of what is over have time now
         while len(self._published) > self.keep:
             self._retired.put(self._published.popleft())
-            if self._retiring.ident is None:
-                self._retiring.start()
+        self._begin_to_retire()
         return {
             SECONDS: ended - started,
             "tensorhub/publish/gather_seconds": gathered - started,
@@ -529,6 +527,20 @@ class Publisher(OfThisProcess):
             slab.close()
         return Snapshot(fresh, whole, _parts(pieces), Downloads())
 
+    def _begin_to_retire(self) -> None:
+        """Start the thread that withdraws what is over. Where the system refuses it, do so at a later publish: this one
+        is done."""
+        if self._retiring is None and not self._retired.empty():
+            thread = Thread(target=self._retire, name="tensorhub-unpublish")
+            try:
+                thread.start()
+            except RuntimeError as error:
+                found = resources.refusal(error) or error
+                text = "%s: the version before stays on offer until the next one: %s"
+                log.warning(text, self.worker, found)
+            else:
+                self._retiring = thread
+
     def _retire(self) -> None:
         while (version := self._retired.get()) is not None:
             try:
@@ -554,7 +566,7 @@ class Publisher(OfThisProcess):
             self.settle()
         if self._executor is not None:
             self._executor.shutdown()
-        if self._retiring.ident is not None:
+        if self._retiring is not None:
             self._retired.put(None)
             self._retiring.join(timeout=1.0)
         with contextlib.suppress(TensorHubError):

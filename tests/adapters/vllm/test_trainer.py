@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer import ModuleSource
 from vllm.distributed.weight_transfer.base import ParamMeta
 
 from tensorhub_plugins.core import Client, HubUnreachable, Server, UsageError, version_of
+from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.vllm.weight_transfer import (
     CheckpointSource,
     Declared,
@@ -123,6 +124,54 @@ def test_a_version_whose_source_fails_does_not_count(hub: Server) -> None:
     engine.send_weights()
     with Client(hub.address, run="default", model="actor", replica="reader") as reader:
         assert reader.wait(timeout_s=10.0) == 1
+    engine.shutdown()
+
+
+def test_a_trainer_whose_engines_refuse_leaves_the_store(hub: Server) -> None:
+    """Else each try would leave a client that counts as the trainer, and lives on."""
+
+    class Refuses(FollowingEngines):
+        def init_weight_transfer_engine(self, *given: object) -> None:
+            raise RuntimeError("injected")
+
+    info = TensorHubTrainerInitInfo(hub=hub.address, model="actor", rank=0, linger_s=0.0)
+    with pytest.raises(RuntimeError, match="injected"):
+        TensorHubTrainerEngine.trainer_init(info, client=Refuses(), source=Since033(("a", "b")))
+    until(lambda: not fetch_status(hub.address)["models"])
+    engine = trainer(hub, linger_s=0.0)  # the control
+    assert fetch_status(hub.address)["models"]
+    engine.shutdown()
+
+
+def test_of_two_threads_that_send_at_once_one_is_refused_and_the_next_is_sent(hub: Server) -> None:
+    engine, entered, go_on = trainer(hub, linger_s=0.0), threading.Event(), threading.Event()
+
+    class Waits(Since033):
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+            entered.set()
+            go_on.wait(60)
+            return super().iter_full()
+
+    good, engine.source = Since033(("a", "b")), Waits(("a", "b"))
+    refused: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            engine.send_weights()
+        except UsageError as error:
+            refused.append(error)
+
+    other = threading.Thread(target=send)
+    other.start()
+    entered.wait(60)
+    engine.source = good
+    engine.send_weights()
+    go_on.set()
+    other.join(60)
+    assert len(refused) == 1
+    engine.send_weights()
+    with Client(hub.address, run="default", model="actor", replica="reader") as reader:
+        assert reader.wait(newer_than=1) == 2
     engine.shutdown()
 
 

@@ -122,7 +122,7 @@ def by_a_rank(trainer, weights, *, in_background=False, in_parts=False):
         publisher.publish(1, weights)
     publisher.settle()
     publisher._retired.put(None)  # not closed: the version stays
-    assert publisher._retiring.ident is None or publisher._retiring.join() is None
+    assert publisher._retiring is None or publisher._retiring.join() is None
 
 
 def cast(trainer, coming):
@@ -131,7 +131,7 @@ def cast(trainer, coming):
     publisher = Publisher(trainer, rank=0, ranks=1, worker="trainer/0", keep=1, timeout_s=10)
     publisher.publish_parts(1, held)
     publisher._retired.put(None)
-    assert publisher._retiring.ident is None or publisher._retiring.join() is None
+    assert publisher._retiring is None or publisher._retiring.join() is None
 
 
 ENTRANCES = {

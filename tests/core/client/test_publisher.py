@@ -25,6 +25,7 @@ from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client.parts import Ownership
 from tensorhub_plugins.core.client.publisher import Publisher
 from tensorhub_plugins.core.errors import HubUnreachable, ResourceRefused
+from tensorhub_plugins.core.threads import Thread
 
 
 def weights(seed, dtype=torch.float32, shapes=((64, 32), (7,), (128, 64), (), (3, 3, 3))):
@@ -237,6 +238,26 @@ def test_what_fails_with_one_version_that_is_over_keeps_no_later_one(address, mo
         for version in (1, 2, 3):
             trainer.publish(version, weights(version).items())
         until(lambda: ShardKey(2, CHECKPOINT) not in trainer.client.serving())
+
+
+def test_a_version_is_published_though_no_thread_withdraws_the_one_before(address, monkeypatch, caplog):
+    """Else it would be visible though its publish has failed, and no other weights could have its number."""
+    start = Thread.start
+
+    def refused(thread):
+        if thread.name == "tensorhub-unpublish":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with closing(publisher(address, keep=1)) as trainer:
+        trainer.publish(1, weights(1).items())
+        with monkeypatch.context() as patch:
+            patch.setattr(Thread, "start", refused)
+            trainer.publish(2, weights(2).items())
+        assert "the version before stays on offer until the next one" in caplog.text and "threads" in caplog.text
+        assert read(address, 2)[1].version == 2
+        trainer.publish(3, weights(3).items())
+        until(lambda: {key.version for key in trainer.client.serving()} == {3})
 
 
 def test_the_same_step_twice(address):
