@@ -82,7 +82,7 @@ class _Http(ThreadingWSGIServer):
             self.process_request_thread(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and let another one in."""
+        """Answer it, and make room for the next one."""
         try:
             super().process_request_thread(request, client_address)
         finally:
