@@ -163,11 +163,11 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
             size_bytes = sum(prod(meta.shape) * meta.dtype.itemsize for meta in _declared(source))
             worker, timeout_s = init_info.replica, TrainingOptions.timeout_for(size_bytes)
             store = Client(init_info.hub, replica=worker, **{**names, **init_info.client})
-            publisher = Publisher(store, rank=0, ranks=1, worker=worker, keep=1, timeout_s=timeout_s, begins=True)
             try:
+                publisher = Publisher(store, rank=0, ranks=1, worker=worker, keep=1, timeout_s=timeout_s, begins=True)
                 client.init_weight_transfer_engine({"hub": init_info.hub, **names, **init_info.engine})
             except BaseException:  # the next one is no second trainer
-                publisher.close()
+                store.close()
                 raise
         linger_s, is_sender = init_info.linger_s, init_info.is_sender
         return cls(publisher=publisher, linger_s=linger_s, client=client, source=source, is_sender=is_sender)
