@@ -19,6 +19,7 @@ import queue
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -112,14 +113,15 @@ class Pinned:
             logger.info("%s: its memory is not made on node %d: %s", device.name, node, reason)
 
     def _make_all_pages(self, memory: torch.Tensor) -> None:
-        pieces = list(torch.split(memory, self.piece_size_bytes))
-        threads = [  # daemons, too
-            Thread(target=self._make_pages, args=[pieces], name="tensorhub-pages")
-            for _ in range(min(POPULATE_THREADS_MAX, cores(), len(pieces)))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        pieces, started = list(torch.split(memory, self.piece_size_bytes)), list[Thread]()
+        with suppress(RuntimeError):  # no thread is left: those that there are make them all
+            for _ in range(min(POPULATE_THREADS_MAX, cores(), len(pieces))):
+                thread = Thread(target=self._make_pages, args=[pieces], name="tensorhub-pages")  # a daemon, too
+                thread.start()
+                started.append(thread)
+        if not started:
+            self._make_pages(pieces)
+        for thread in started:
             thread.join()
 
     def _make_pages(self, pieces: list[torch.Tensor]) -> None:
@@ -210,8 +212,9 @@ def _in_background(call: Callable[[], None], thread: str = "tensorhub-pin") -> N
     """Run the call in a background thread, in order. It is a daemon: a process that exits does not wait for pages."""
     with _starting:
         if thread not in _background or _background[thread][0] != os.getpid():
-            _background[thread] = os.getpid(), queue.SimpleQueue()
-            Thread(target=_work, args=(_background[thread][1],), name=thread).start()
+            calls = queue.SimpleQueue[Callable[[], None]]()
+            Thread(target=_work, args=(calls,), name=thread).start()
+            _background[thread] = os.getpid(), calls
         _background[thread][1].put(call)
 
 

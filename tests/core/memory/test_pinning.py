@@ -18,6 +18,7 @@ from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.staging import copy_all, down
 from tensorhub_plugins.core.memory.tensors import spec_of
+from tensorhub_plugins.core.threads import Thread
 
 PATIENCE_S = 20.0
 MB = 1 << 20
@@ -38,6 +39,38 @@ def test_pages_are_made_by_several_threads(monkeypatch, pieces):
     with Simulation(0), Slab.allocate([spec_of("w", torch.zeros(SIZE, dtype=torch.uint8))], pin=True):
         assert {name for name, _ in made} == {"tensorhub-pages"}
         assert sum(size_bytes for _, size_bytes in made) == SIZE
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_pages_are_made_by_the_threads_that_there_are(monkeypatch, started):
+    made, start = [], Thread.start
+
+    def refused(thread):
+        if thread.name == "tensorhub-pages" and started <= sum(name == thread.name for name in running):
+            raise RuntimeError("can't start new thread")
+        running.append(thread.name)
+        start(thread)
+
+    running = []
+    monkeypatch.setattr(Thread, "start", refused)
+    monkeypatch.setattr(pinning, "cores", lambda: 4)
+    monkeypatch.setattr(pinning, "_populate", lambda memory: made.append(memory.numel()))
+    monkeypatch.setattr(pinning.Pinned, "piece_size_bytes", SIZE // 4)
+    with Simulation(0), Slab.allocate([spec_of("w", torch.zeros(SIZE, dtype=torch.uint8))], pin=True):
+        assert sum(made) == SIZE and len(made) == 4
+
+
+def test_what_no_thread_was_there_for_is_done_when_there_is_one(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", refused)
+        with pytest.raises(RuntimeError):
+            pinning._in_background(lambda: None, "tensorhub-of-a-test")
+    done = threading.Event()
+    pinning._in_background(done.set, "tensorhub-of-a-test")
+    assert done.wait(PATIENCE_S)
 
 
 def table_of(*sizes_mb):

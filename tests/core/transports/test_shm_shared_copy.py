@@ -5,6 +5,7 @@ import errno
 import logging
 import mmap
 import os
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transport_suite.material import read_equal
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError, VersionGone
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.transports import NotServable, Offer, TransportLimits
 from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.shm.process_memory import ProcessMemory
@@ -164,13 +166,35 @@ def test_shm_gives_the_shared_copy_back_when_no_version_follows():
                 finish(links)
             until(lambda: not backend._copies)  # it is idle from then on, or gone
             if kept:
-                assert backend._idle.slab is slab and backend._idle_timer.is_alive()
-                timer = backend._idle_timer
+                assert backend._idle.slab is slab
+                (waits,) = (each for each in threading.enumerate() if each.name == "tensorhub-shm-idle")
             else:
                 until(lambda: backend._idle is None)
                 assert slab.shared_fd is None
-                timer.join()  # cancelled when the memory was used again
-                assert timer.finished.is_set()
+                waits.join(10.0)  # it ended when the memory was used again
+                assert not waits.is_alive()
+
+
+def test_shm_keeps_no_shared_copy_where_no_thread_would_give_it_back(monkeypatch, caplog):
+    """All readers hear that their bytes are the published ones: none has to read again."""
+    start = Thread.start
+
+    def refused(thread):
+        if thread.name == "tensorhub-shm-idle":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(Thread, "start", refused)
+    source = ShmTransport()
+    with served(source, kind="adopted") as (offer, endpoint):
+        backend = source._server._backend
+        links, stack = open_at_once(endpoint, 3)
+        with stack:
+            slab = backend._copies[next(iter(backend._copies))].slab
+            finish(links)
+        until(lambda: offer.active_readers == 0)
+        assert backend._idle is None and slab.shared_fd is None
+    assert "failed" not in caplog.text
 
 
 def test_shm_cuts_a_reader_off_before_the_shared_copy_it_reads_is_used_again(monkeypatch):

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.shm import process_memory as _process
@@ -40,7 +41,7 @@ class ShmSource(SourceBackend):
         self._copies: weakref.WeakKeyDictionary[Offer, SharedCopy] = weakref.WeakKeyDictionary()
         self._reading: dict[Channel, Offer] = {}  # through a shared copy
         self._idle: SharedCopy | None = None  # not read now, but several readers used it
-        self._idle_timer: threading.Timer | None = None
+        self._idle_over = threading.Event()  # set: it is idle no more
 
     def refusal(self, offer: Offer) -> str | None:
         if offer.slab.shared_fd is not None:
@@ -126,26 +127,27 @@ class ShmSource(SourceBackend):
                 shared.slab.close()
                 return
             self._take_idle(close=True)
-            self._idle = shared
-            self._idle_timer = threading.Timer(self._limits.shared_copy_kept_s, self._end_idle, [shared])
-            self._idle_timer.daemon = True
-            self._idle_timer.start()
+            self._idle, self._idle_over = shared, threading.Event()
+            try:
+                Thread(target=self._end_idle, args=[shared, self._idle_over], name="tensorhub-shm-idle").start()
+            except RuntimeError:  # no thread is left: it is made anew for the next readers
+                self._take_idle(close=True)
 
     def close(self) -> None:
         with self._guard:
             self._take_idle(close=True)
 
-    def _end_idle(self, shared: SharedCopy) -> None:
+    def _end_idle(self, shared: SharedCopy, over: threading.Event) -> None:
+        if over.wait(self._limits.shared_copy_kept_s):
+            return
         with self._guard:
-            if self._idle is shared:
+            if self._idle is shared and not over.is_set():  # else it was taken meanwhile, and given back
                 self._take_idle(close=True)
 
     def _take_idle(self, *, close: bool = False) -> SharedCopy | None:
         """Take the idle copy, if there is one. The caller holds `_guard`."""
         shared, self._idle = self._idle, None
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-            self._idle_timer = None  # it refers to the copy, and to this source
+        self._idle_over.set()
         if shared is not None and close:
             shared.slab.close()
         return shared
