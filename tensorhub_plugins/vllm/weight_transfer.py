@@ -150,6 +150,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         super().__init__(**others)
         self._publisher, self._linger_s = publisher, linger_s
         self._step = 0  # the last one published
+        self._left_open = True  # perhaps: vLLM's round, by the trainer before this one
 
     @classmethod
     def trainer_init(
@@ -181,7 +182,8 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
     def send_weights(self, version: int | None = None) -> None:
         """Publish the source's weights as this step (None: one more than the last), and have the engines take them.
 
-        One that is refused does not count; one that the engines did not take does, and they may yet. The first one
+        One that is refused does not count; one that the engines did not take does, and they may yet. A round that was
+        left open, as its trainer was interrupted or killed, or its answer was too late, is ended first. The first one
         begins an attempt: what the trainer published from that step on, before it was started again, is superseded."""
         before, step = self._step, self._step + 1 if version is None else number_of(version)
         if self._publisher is None:
@@ -197,9 +199,23 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
                 self._step = before
             raise
         number = self._publisher.version(step)
-        self.client.start_weight_update()
+        self._start()
         self.client.update_weights({"version": number})
         self.client.finish_weight_update(str(number))
+        self._left_open = False
+
+    def _start(self) -> None:
+        """Start vLLM's round. One that was left open is ended before: it would refuse the next one for ever."""
+        try:
+            self.client.start_weight_update()
+        except Exception:
+            if not self._left_open:
+                raise
+            with suppress(Exception):
+                self.client.finish_weight_update()
+            self.client.start_weight_update()
+        finally:
+            self._left_open = True
 
     def _whole(self, step: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the source's tensors; raise UsageError if it lacks one that it declares. The step counts then."""

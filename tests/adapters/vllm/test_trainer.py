@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from functools import cached_property
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -248,6 +249,45 @@ def test_a_version_that_the_engines_did_not_take_counts_and_the_next_replaces_it
         engine.client = following
         engine.send_weights()
         assert reader.fetch().version == 5
+    engine.shutdown()
+
+
+class OneRound(FollowingEngines):
+    """An engine with vLLM's rule: a round begins when the last one is over, and one that has failed is over."""
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self.is_open, self.cut, self.taken = is_open, [], []
+
+    def start_weight_update(self) -> None:
+        if self.is_open:
+            raise RuntimeError("start_weight_update called while a weight update is already active")
+        self.is_open = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.taken.append(update_info["version"])
+        if self.cut:
+            raise self.cut.pop()  # the engine does not hear of it
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        if not self.is_open:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update")
+        self.is_open = False
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError("injected")], ids=repr)
+def test_a_round_that_was_left_open_is_ended_before_the_next(hub: Server, error: BaseException) -> None:
+    engine = trainer(hub, linger_s=0.0)
+    engine.client = engines = OneRound(is_open=True)  # by a trainer that was killed in it
+    engine.send_weights()
+    engines.cut.append(error)
+    with pytest.raises(type(error)):
+        engine.send_weights()
+    engine.send_weights()
+    assert engines.taken == [1, 2, 3] and not engines.is_open
+    engines.is_open = True  # the control: by another trainer, whose round is its own
+    with pytest.raises(RuntimeError, match="already active"):
+        engine.send_weights()
+    assert engines.is_open
     engine.shutdown()
 
 
