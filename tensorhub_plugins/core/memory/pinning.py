@@ -10,6 +10,7 @@ file, or a part of it, must know the size of its pages.)
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import mmap
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 POPULATE_SIZE_BYTES = 256 << 20  # a tenth of a second: how soon a closed block is released
 PINNED_AT_ONCE_BYTES = 1 << 30  # a tenth of a second in which other processes wait for the driver
 YIELD_S = 0.01  # after each
+END_S = 5.0  # at the interpreter's exit, for what a thread is doing
 POPULATE_THREADS_MAX = 4  # one writes zeros at a few GB/s
 MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; Python has no name for it
 
@@ -126,7 +128,7 @@ class Pinned:
 
     def _make_pages(self, pieces: list[torch.Tensor]) -> None:
         """Allocate the pages of these pieces, while there are any that no other thread has taken."""
-        while not self._released.is_set():
+        while not (self._released.is_set() or _ending.is_set()):
             try:
                 piece = pieces.pop()
             except IndexError:
@@ -204,8 +206,9 @@ def _populate(memory: torch.Tensor) -> None:
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), MADV_POPULATE_WRITE)
 
 
-_background: dict[str, tuple[int, queue.SimpleQueue[Callable[[], None]]]] = {}  # by thread, with the process's id
-_starting = threading.Lock()
+# By name: the process's id, what is to be done, and the thread that does it.
+_background: dict[str, tuple[int, queue.SimpleQueue[Callable[[], None]], Thread]] = {}
+_starting, _ending = threading.Lock(), threading.Event()
 
 
 def _in_background(call: Callable[[], None], thread: str = "tensorhub-pin") -> None:
@@ -213,9 +216,25 @@ def _in_background(call: Callable[[], None], thread: str = "tensorhub-pin") -> N
     with _starting:
         if thread not in _background or _background[thread][0] != os.getpid():
             calls = queue.SimpleQueue[Callable[[], None]]()
-            Thread(target=_work, args=(calls,), name=thread).start()
-            _background[thread] = os.getpid(), calls
+            started = Thread(target=_work, args=(calls,), name=thread)
+            started.start()
+            _background[thread] = os.getpid(), calls, started
+            _watch_exit()
         _background[thread][1].put(call)
+
+
+@cache
+def _watch_exit() -> None:
+    atexit.register(_end)
+
+
+def _end() -> None:
+    """End the threads before the interpreter does: it would abort the process if one of them were in torch's code."""
+    _ending.set()
+    for pid, calls, thread in list(_background.values()):
+        if pid == os.getpid():
+            calls.put(lambda: None)
+            thread.join(END_S)
 
 
 def wait_for_background(timeout_s: float) -> bool:
@@ -231,6 +250,8 @@ def wait_for_background(timeout_s: float) -> bool:
 def _work(calls: queue.SimpleQueue[Callable[[], None]]) -> None:
     while True:
         call = calls.get()
+        if _ending.is_set():
+            return
         try:
             call()
         except Exception:

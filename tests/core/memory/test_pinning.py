@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 import threading
 from itertools import pairwise
 
@@ -71,6 +73,22 @@ def test_what_no_thread_was_there_for_is_done_when_there_is_one(monkeypatch):
     done = threading.Event()
     pinning._in_background(done.set, "tensorhub-of-a-test")
     assert done.wait(PATIENCE_S)
+
+
+AT_EXIT = """
+import threading, torch
+from tensorhub_plugins.core.memory import pinning
+begun = threading.Event()
+pinning._in_background(lambda: [begun.set(), *(torch.zeros(1 << 22)[1:].sum() for _ in range(100))])
+pinning._in_background(lambda: print("and no more"))
+begun.wait()
+"""
+
+
+def test_no_thread_is_in_torchs_code_when_the_interpreter_ends():
+    """It would abort the process, as a trainer was that had closed its client just before."""
+    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def table_of(*sizes_mb):
