@@ -120,6 +120,19 @@ def _critic(root: Any) -> None:
     """Check that verl's separate trainers know this critic; the critic's model is not read."""
     from verl.experimental.separation import ray_trainer
     from verl.trainer.ppo.utils import need_critic
+    from verl.workers.config import HFModelConfig
+
+    class Model(_Anything):
+        """Has what verl's configuration of a model has, and no more."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name in HFModelConfig.__dataclass_fields__:
+                return self
+            raise UsageError(
+                f"verl makes no critic in this trainer (it reads critic.model.{name}, which its configuration does not "
+                "have): set algorithm.adv_estimator to one without a critic, or use trainer.v1.trainer_mode="
+                "separate_async"
+            )
 
     class Trainer(ray_trainer.SeparateRayPPOTrainer):
         def __init__(self) -> None:
@@ -128,7 +141,7 @@ def _critic(root: Any) -> None:
             self.role_worker_mapping = _Anything()
 
     critic = _Anything()
-    critic.strategy = root.critic.strategy
+    critic.strategy, critic.model = root.critic.strategy, Model()
     with replaced(ray_trainer, omega_conf_to_dataclass=lambda config: critic):
         Trainer()._create_critic_class()
 
@@ -411,6 +424,7 @@ class _Anything:
     """Stands for what verl's constructors keep and only later use."""
 
     strategy: Any
+    model: Any
 
     def __getattr__(self, name: str) -> Any:
         return self

@@ -193,6 +193,8 @@ def test_everything_that_is_wrong_is_said_at_once(job):
         (FULLY_ASYNC, ["trainer.nnodes=0"], "verl: config.trainer.nnodes must be greater than 0"),
         (FULLY_ASYNC, ["rollout.nnodes=0"], "set rollout.nnodes and rollout.n_gpus_per_node"),
         (ONE_STEP_OFF, ["algorithm.adv_estimator=gae", "critic.strategy=fsdp2"], "verl: Unknown strategy"),
+        (ONE_STEP_OFF, ["algorithm.adv_estimator=gae"], "verl makes no critic in this trainer (it reads critic.model."),
+        (FULLY_ASYNC, ["algorithm.adv_estimator=gae"], "verl makes no critic in this trainer (it reads critic.model."),
         (ONE_STEP_OFF, ["rollout.mode=sync"], "'sync' has been removed"),
         (ONE_STEP_OFF[:2], [], "starts with actor_rollout_ref.hybrid_engine=False only"),
         (SEPARATE, ["trainer.v1.trainer_mode=separate"], "which verl does not know: set separate_async"),
