@@ -58,7 +58,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self._evaluating: dict[str, int] = {}  # engines, each in the epoch in which it began
         self._nothing = ray.put(0)
         self._tokenizer = ray.put(self.tokenizer)  # megabytes, which OpenRLHF sends along with every prompt
-        self._client = connect(options, replica="generator")
+        self._client = connect(options, replica="generator", is_known=True)
         # Beside this process, which is silent for minutes in sync training while the trainer works.
         self.reporter = Reporter(
             self.engines,

@@ -74,7 +74,7 @@ class PolicyModelActor(_Policy):
         """Make this rank's publisher of the model, which is there."""
         strategy = self.strategy
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        client = connect(options, replica=config.TRAINER, shard=rank, shard_count=ranks)
+        client = connect(options, replica=config.TRAINER, shard=rank, shard_count=ranks, is_known=True)
         self._is_sharded = strategy.args.ds.zero_stage == 3
         module = self.actor.model.module
         self._is_adapter = strategy.args.ds.lora.rank > 0  # all that is published, and by parts

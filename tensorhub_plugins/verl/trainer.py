@@ -191,8 +191,11 @@ class TensorHubCheckpointEngine(CheckpointEngine):
                 replica=replica,
                 shard=rank,
                 shard_count=ranks,
+                is_known=self.options.hub is None,
             )
         except TensorHubError as error:
+            if self.options.hub is None:  # none was configured that could be wrong
+                raise
             raise unanswered(error, address, config.NO_HUB) from error
         if self.is_trainer:
             self._publisher = self._make_publisher(self._client)

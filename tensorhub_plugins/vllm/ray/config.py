@@ -15,6 +15,7 @@ from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.ray import secret
 
 LABEL_PREFIX = "tensorhub.io/"  # ray start --labels tensorhub.io/data-center=eu,tensorhub.io/rack=r7
+AGAIN_TIMEOUT_S = 60.0  # for a hub that has answered in this run: Ray may be starting it again, on a busy machine
 MARKET_LABEL = "ray.io/market-type"  # likewise: "spot" or "on-demand"
 ZONE_LABELS = ("ray.io/availability-region", "ray.io/availability-zone")  # KubeRay and Ray's autoscaler set them
 
@@ -58,11 +59,15 @@ def node_labels() -> dict[str, str]:
     return {str(name): str(value) for name, value in ray.get_runtime_context().get_node_labels().items()}
 
 
-def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count: int = 1) -> Client:
-    """Make a client of the store, whose hub and run are known by now."""
+def connect(
+    given: TrainingOptions, *, replica: str, shard: int = 0, shard_count: int = 1, is_known: bool = False
+) -> Client:
+    """Make a client of the store, whose hub and run are known by now. is_known: the hub has answered in this run."""
     assert given.hub is not None and given.run is not None
     secret.learn()
-    return WorkerConfig(**worker_config(given, replica=replica)).connect(shard=shard, shard_count=shard_count)
+    patience: dict[str, Any] = {"connect_timeout_s": AGAIN_TIMEOUT_S} if is_known else {}
+    joining = WorkerConfig(**worker_config(given, replica=replica))
+    return joining.connect(shard=shard, shard_count=shard_count, **patience)
 
 
 def publisher_of(client: Client, given: TrainingOptions, **own: Any) -> Publisher:

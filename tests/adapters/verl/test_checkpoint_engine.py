@@ -1,5 +1,7 @@
 """verl's checkpoint engine without verl's manager, against a real hub."""
 
+from threading import Timer
+
 import pytest
 import torch
 
@@ -36,6 +38,35 @@ def test_a_hub_that_does_not_answer_is_refused_at_start(monkeypatch):
     assert "no hub answers at tcp://127.0.0.1:9: start one with `tensorhub server" in str(refusal.value)
     with pytest.raises(UsageError, match="no option 'hup'"):
         checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hup="tcp://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("is_master", [True, None], ids=["trainer", "rollout"])
+def test_the_runs_own_hub_may_be_started_again_as_the_run_begins(monkeypatch, is_master):
+    """An update has asked it for its address, and it does not answer for longer than a wrong address is tried."""
+    from tensorhub_plugins.core import Client
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
+    from tensorhub_plugins.vllm import config
+
+    def quicker(*args, connect_timeout_s, **given):
+        patience_s = connect_timeout_s / 20
+        started.append(Timer(1.0, lambda: hubs.append(start_server(address))))
+        started[-1].start()
+        return Client(*args, connect_timeout_s=patience_s, **given)
+
+    monkeypatch.setattr(config, "Client", quicker)
+    monkeypatch.setattr(checkpoint_engine.hub, "run_name", lambda options: "r")
+    monkeypatch.setattr(checkpoint_engine, "_actor_name", lambda: "rollout_standalone_0CheckpointEngineWorker_0:0")
+    hubs, started = [], []
+    with start_server() as server:
+        address = server.address
+    engine = checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=is_master)
+    try:
+        engine.init_process_group(address)
+        assert engine._client.versions() == []
+        engine._client.close()
+    finally:
+        started[0].join()
+        hubs[0].close()
 
 
 def test_verls_engine_from_trainer_to_rollouts(address, monkeypatch):
