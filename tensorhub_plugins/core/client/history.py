@@ -51,8 +51,9 @@ class History(OfThisProcess):
         It is the pinned version (unless pins=False); else the newest visible one that is not in `refused`: those that
         this worker could not install, which may map to why. `tensorhub status` shows that, and `failure`: why the last
         try failed. It is older than what is installed only if that was withdrawn, or if it is pinned, and in `refused`
-        only if it is pinned anew. Raise NotPublished at the deadline, or VersionGone if what is pinned, or installed
-        and withdrawn, has nothing to be run instead."""
+        only if it is pinned anew. Raise NotPublished at the deadline (with nothing installed, DeadlineExceeded from a
+        hub that has just been started: workers may still report versions), or VersionGone if what is pinned, or
+        installed and withdrawn, has nothing to be run instead."""
         versions, why = arguments.check_target(installed, refused, pins=pins)
         failed = arguments.check_failure(failure)
         serial = self._hub.directive.serial

@@ -26,6 +26,7 @@ SERIALS_AHEAD_MAX = 4096  # that a hub may have missed; with the highest serial 
 ATTEMPTS_AHEAD_MAX = 1000  # starts of a trainer that a hub may have missed; all numbers are 281,474
 MARKS_REFUSED_MAX = 64  # trainers that were warned of, so that the warning comes once
 VERSIONS_LISTED_MAX = 16  # in one sentence
+NOT_HEARD = "the hub has just been started and does not know yet what is held: ask again in a few seconds"
 
 
 class Following:
@@ -74,8 +75,9 @@ class Following:
             return None
         error: m.ErrorCode = "NotPublished"
         text = f"no other version than {installed or 'none'} was to be run before the deadline"
-        if self._registry.recovering(now):
-            pass  # others may still report what they hold
+        if self._registry.recovering(now):  # others may still report what they hold
+            if not installed:  # with no version, "none was published" would be taken for the end of the matter
+                error, text = "DeadlineExceeded", NOT_HEARD
         elif pin and not history.is_visible(pin):
             error = "VersionGone"
             text = f"version {pin} is pinned, but no worker holds it: unpin it, or pin another; held: {listed(history)}"
@@ -132,8 +134,7 @@ class Following:
         if self._registry.recovering(now):
             if pending.deadline > now:
                 return None
-            text = "the hub has just been started and does not know yet what is held: ask again in a few seconds"
-            return m.Refused(message.request_id, "DeadlineExceeded", text)
+            return m.Refused(message.request_id, "DeadlineExceeded", NOT_HEARD)
         old = history.directive
         if isinstance(message, m.Pin):
             problem = _cannot_pin(history, number) if number else None

@@ -563,7 +563,7 @@ class Follower:
         """Return what the hub says now; the same one if it does not answer, 0 when there is nothing to be run."""
         try:
             return await asyncio.to_thread(self.target, version, pins=self.pins, timeout_s=0.0)
-        except (NotPublished, HubUnreachable):
+        except (NotPublished, DeadlineExceeded, HubUnreachable):
             return version
         except VersionGone:
             return 0

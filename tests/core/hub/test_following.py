@@ -319,6 +319,16 @@ def test_a_restarted_hub_sends_nobody_back_before_it_has_heard_everybody() -> No
     assert scenario.heard("rollout/0") == ["visible 6"]
 
 
+def test_a_restarted_hub_does_not_say_that_there_is_no_version_before_it_has_heard_everybody() -> None:
+    scenario = Scenario(recovering=True)
+    scenario.join("rollout/0")
+    scenario.say("rollout/0", m.Target, installed=0, timeout_s=0.0)
+    assert scenario.heard("rollout/0") == ["refused DeadlineExceeded"]  # an engine would go on with what it began with
+    scenario.wait(LIMITS.grace_s)
+    scenario.say("rollout/0", m.Target, installed=0, timeout_s=0.0)
+    assert scenario.heard("rollout/0") == ["refused NotPublished"]
+
+
 def test_a_heartbeat_makes_up_for_a_directive_that_was_lost(scenario: Scenario) -> None:
     operators_scene(scenario, 1, 2)
     direct(scenario, m.Pin, 1)
