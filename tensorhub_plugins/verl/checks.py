@@ -613,5 +613,5 @@ def get(tree: Any, *names: str) -> Any:
                 tree = msgspec.json.decode(tree)
             except msgspec.DecodeError:
                 return None  # which vLLM refuses
-        tree = tree.get(name) if hasattr(tree, "get") else None
+        tree = tree.get(name) if hasattr(tree, "keys") else None  # omegaconf's lists have `get`, too
     return tree

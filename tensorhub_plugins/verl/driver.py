@@ -46,7 +46,7 @@ def refuse_or_tell(root: Any) -> None:
 def check(root: Any) -> Outlook:
     """Check all that can be known here: configuration, versions, whether the hub answers."""
     wrong = checks.settle(root)
-    model = model_of(root.actor_rollout_ref.model.get("path"))
+    model = model_of(checks.get(root, "actor_rollout_ref", "model", "path"))
     settle(root, model)
     options, outlook = checks.check(root)
     outlook.wrong[:0] = wrong

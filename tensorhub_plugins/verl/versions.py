@@ -43,8 +43,13 @@ def reported_as(choice: str, rollout: Any) -> str:
     root = rollout._get_root()
     async_training = root.get("async_training")
     if async_training is not None:
-        return "split" if async_training.get("partial_rollout") else "oldest"
-    trainer = root.get("trainer") or {}
-    v1 = trainer.get("v1") or {}
+        return "split" if _group(async_training).get("partial_rollout") else "oldest"
+    trainer = _group(root.get("trainer"))
+    v1 = _group(trainer.get("v1"))
     understands = trainer.get("use_v1", True) and v1.get("trainer_mode") in ("separate_async", "colocate_async")
     return "split" if understands else "oldest"
+
+
+def _group(given: Any) -> Any:
+    """Return a group of verl's configuration; an empty one where something else was given."""
+    return given if hasattr(given, "keys") else {}

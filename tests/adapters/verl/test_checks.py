@@ -319,6 +319,30 @@ def test_a_run_without_the_store_is_none_of_ours():
     driver.refuse_or_tell(root)  # and not even a sentence
 
 
+@pytest.mark.parametrize("given", [None, "x", []])
+@pytest.mark.parametrize(
+    ("mode", "group"),
+    [
+        (SEPARATE, "actor_rollout_ref.model"),
+        (SEPARATE, "actor_rollout_ref.actor"),
+        (SEPARATE, "actor_rollout_ref.actor.fsdp_config.qat"),
+        (SEPARATE, "actor_rollout_ref.rollout.val_kwargs"),
+        (SEPARATE, "trainer"),
+        (SEPARATE, "trainer.v1"),
+        (SEPARATE, "data"),
+        (FULLY_ASYNC, "async_training"),
+        (FULLY_ASYNC, "rollout"),
+    ],
+)
+def test_what_is_given_in_the_place_of_a_whole_group_ends_in_no_traceback(mode, group, given):
+    """What is wrong with it is said, or is verl's to say."""
+    root = composed([*mode, *PULL])
+    OmegaConf.update(root, group, given, merge=False, force_add=True)
+    outlook = driver.check(root)
+    if group == "actor_rollout_ref.model":
+        assert any(one.startswith("actor_rollout_ref.model.path is empty") for one in outlook.wrong)
+
+
 # --- the driver -------------------------------------------------------------------------------------------------------
 
 
