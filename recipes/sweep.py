@@ -1,10 +1,11 @@
 """Remove the shared memory that a run's killed processes left: `python recipes/sweep.py RUN_FOLDER SINCE` (seconds).
 
 verl ends its actors by having Ray kill them, and with them Python's resource tracker, which would have unlinked vLLM's
-message queues (psm_*, some 250 MB each) and multiprocessing's semaphores (sem.mp-*). Every run leaves some, also
-without us; a full /dev/shm is what comes of it. Waits until the run's processes, known by RUN in their environment,
-have ended, ends those that still hold some, and removes what this user made since then and no process has mapped or
-open, in other containers as well.
+message queues (psm_*, some 250 MB each) and multiprocessing's semaphores (sem.mp-*). What the ranks of an engine of the
+CPU build share (vllm_dist_*, 4 MB each) is left by every engine that is killed. Every run leaves some, also without us;
+a full /dev/shm is what comes of it. Waits until the run's processes, known by RUN in their environment, have ended,
+ends those that still hold some, and removes what this user made since then and no process has mapped or open, in other
+containers as well.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
-NAMES = ("psm_*", "sem.mp-*")
+NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
 WAIT_S = 30.0  # Ray's own processes end some seconds after their driver
 KILL_S = 30.0  # until the kernel has ended a process on a busy machine
 CLOSE_S = 2.0  # it frees what a process has mapped first, then closes its files

@@ -19,7 +19,7 @@ from recipes.demo.watch import end_group
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    for name in ("psm_left", "psm_mapped", "psm_old", "sem.mp-left", "of_a_stranger"):
+    for name in ("psm_left", "psm_mapped", "psm_old", "sem.mp-left", "vllm_dist_left", "of_a_stranger"):
         (tmp_path / name).write_bytes(bytes(mmap.PAGESIZE))
     os.utime(tmp_path / "psm_old", (1, 1))
     return tmp_path
@@ -28,7 +28,7 @@ def shared(tmp_path: Path) -> Path:
 def test_only_what_is_new_of_its_kind_and_not_in_use_goes(shared: Path) -> None:
     with (shared / "psm_mapped").open("r+b") as file, mmap.mmap(file.fileno(), 0):
         removed = sweep.sweep(str(shared / "run"), time.time() - 60, shared)
-    assert {file.name for file in removed} == {"psm_left", "sem.mp-left"}
+    assert {file.name for file in removed} == {"psm_left", "sem.mp-left", "vllm_dist_left"}
     assert {file.name for file in shared.iterdir()} == {"psm_mapped", "psm_old", "of_a_stranger"}
 
 
@@ -69,7 +69,7 @@ def test_what_is_no_file_of_ours_stays(shared: Path, tmp_path_factory: pytest.Te
     (shared / "psm_nowhere").symlink_to("nowhere")
     (shared / "psm_folder").mkdir()
     removed = sweep.sweep(str(shared / "run"), time.time() - 60, shared)
-    assert {file.name for file in removed} == {"psm_left", "psm_mapped", "sem.mp-left"}
+    assert {file.name for file in removed} == {"psm_left", "psm_mapped", "sem.mp-left", "vllm_dist_left"}
     assert {file.name for file in shared.glob("psm_*")} == {"psm_link", "psm_nowhere", "psm_folder", "psm_old"}
 
 
