@@ -20,7 +20,7 @@ def of_live(model: torch.nn.Module, vllm_config: Any) -> dict[str, Any]:
     }
 
 
-def verify(worker: str, model: torch.nn.Module, layout: str, shard: int, installed: Staged) -> bool:
+def verify(worker: str, model: torch.nn.Module, layout: str, shard: int, shards: int, installed: Staged) -> bool:
     """Record the digests of what was installed; return False if the live weights are not what a peer has sent.
 
     The caller ensures that nothing writes the weights meanwhile."""
@@ -29,7 +29,9 @@ def verify(worker: str, model: torch.nn.Module, layout: str, shard: int, install
     live = Slab.adopt(weights.tensors(model))
     described = live.manifest(algorithm=algorithms[shard]) if shard in algorithms else live.manifest()
     root = described.root().hex()
-    run_log.record("digests", worker=worker, version=version, layout=layout, digests={"root": root})
+    run_log.record(
+        "digests", worker=worker, version=version, layout=layout, digests={run_log.root_key(shard, shards): root}
+    )
     if report is None:  # not from the store: there is nothing to compare with
         return True
     if report.layout == layout:

@@ -533,8 +533,9 @@ class Updater:
             logger.warning("%s: version %d is not served: %s", self._name, staged.version, error)
         try:
             # Nothing writes the weights meanwhile: the next install waits for this thread.
+            place = self.position
             if (self.config.verify or run_log.enabled()) and not digests.verify(
-                self._name, self.model, self.position.layout, self.position.shard, staged
+                self._name, self.model, place.layout, place.shard, place.shard_count, staged
             ):
                 self.mark_broken(f"the live weights are not those of version {staged.version} any more")
                 logger.error("%s: %s", self._name, self._state.broken)
