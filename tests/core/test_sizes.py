@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 3_513,
-    "core/client": 5_675,
+    "core/client": 5_680,
     "core/deltas": 685,
     "core/device": 920,
     "core/device/kernels": 515,
@@ -24,11 +24,11 @@ CEILINGS = {
     "core/transfer": 1_890,
     "core/transports": 7_085,
     "openrlhf": 2_560,
-    "verl": 4_220,
-    "vllm": 7_525,
+    "verl": 4_245,
+    "vllm": 7_530,
     "vllm/doctor": 800,
     "vllm/ray/fleet": 1_721,
-    "vllm/worker": 5_840,
+    "vllm/worker": 5_845,
 }
 ROOM, ROOM_LINES = 0.1, 150  # below a ceiling, as a part of it or in lines: for changes that need no reason
 INIT_LINES_MAX = 40  # of a file beside the folders: __init__.py
