@@ -534,12 +534,10 @@ class Publisher(OfThisProcess):
             thread = Thread(target=self._retire, name="tensorhub-unpublish")
             try:
                 thread.start()
+                self._retiring = thread
             except RuntimeError as error:
                 found = resources.refusal(error) or error
-                text = "%s: the version before stays on offer until the next one: %s"
-                log.warning(text, self.worker, found)
-            else:
-                self._retiring = thread
+                log.warning("%s: the version before stays on offer until the next one: %s", self.worker, found)
 
     def _retire(self) -> None:
         while (version := self._retired.get()) is not None:
