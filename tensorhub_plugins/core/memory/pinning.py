@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 POPULATE_SIZE_BYTES = 256 << 20  # a tenth of a second: how soon a closed block is released
 PINNED_AT_ONCE_BYTES = 1 << 30  # a tenth of a second in which other processes wait for the driver
 YIELD_S = 0.01  # after each
-END_S = 5.0  # at the interpreter's exit, for what a thread is doing
+END_S = 30.0  # at the interpreter's exit, for the piece that a thread is at, on a busy machine
 POPULATE_THREADS_MAX = 4  # one writes zeros at a few GB/s
 MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; Python has no name for it
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import signal
 import subprocess
 import sys
 import threading
@@ -79,16 +80,29 @@ AT_EXIT = """
 import threading, torch
 from tensorhub_plugins.core.memory import pinning
 begun = threading.Event()
-pinning._in_background(lambda: [begun.set(), *(torch.zeros(1 << 22)[1:].sum() for _ in range(100))])
+
+def busy():
+    begun.set()
+    while not pinning._ending.is_set():
+        torch.zeros(1 << 22)[1:].sum()
+
+pinning._in_background(busy)
 pinning._in_background(lambda: print("and no more"))
 begun.wait()
 """
 
 
+UNWATCHED = "import atexit\natexit.unregister(pinning._end)\n"
+
+
 def test_no_thread_is_in_torchs_code_when_the_interpreter_ends():
-    """It would abort the process, as a trainer was that had closed its client just before."""
-    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=False)
+    """It would abort the process, as a trainer was that had closed its client just before: the control is."""
+    ended, control = (
+        subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, check=False)
+        for text in (AT_EXIT, AT_EXIT + UNWATCHED)
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert control.returncode == -signal.SIGABRT
 
 
 def table_of(*sizes_mb):
