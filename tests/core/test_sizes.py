@@ -16,7 +16,7 @@ CEILINGS = {
     "core/deltas": 685,
     "core/device": 920,
     "core/device/kernels": 515,
-    "core/hub": 5_770,
+    "core/hub": 5_780,
     "core/memory": 3_810,
     "core/operations": 1_820,
     "core/protocol": 1_193,

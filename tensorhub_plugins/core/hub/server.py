@@ -249,6 +249,7 @@ class Server(OfThisProcess):
             raise
         finally:
             self._context.destroy()
+            self._unfinished.close()
 
     def _say_figures(self, now: float) -> None:
         """Give the same figures to all threads that have asked."""

@@ -9,6 +9,7 @@ microseconds for each connection: that is done when this process has grown, and 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import struct
@@ -34,7 +35,8 @@ class Unfinished:
         self._bytes_max, self._growth_bytes = bytes_max, growth_bytes
         self._taken: dict[int, int] = {}  # bytes that were handed over, since the connection was accepted
         self._known: dict[int, tuple[int, int]] = {}  # received and taken, as of the last look that found a message
-        self._size_bytes, self._sized_at, self._looked_at = _size_bytes(), now, now
+        self._size_bytes, self._sized_at, self._looked_at = math.inf, now, now
+        self._statm = -1  # open from the first look on: one that comes and goes would be counted now and then
 
     def accepted(self, descriptor: int) -> None:
         """Count a new connection from the beginning."""
@@ -50,7 +52,7 @@ class Unfinished:
         """Cut those of these connections, by their descriptors, that have sent too much of one message; return them."""
         if now - self._sized_at < GROWN_S:
             return []
-        self._sized_at, size_bytes = now, _size_bytes()
+        self._sized_at, size_bytes = now, self._measure()
         self._size_bytes = min(self._size_bytes, size_bytes)
         if size_bytes - self._size_bytes < self._growth_bytes and now - self._looked_at < LOOK_S:
             return []
@@ -65,12 +67,19 @@ class Unfinished:
             self._known[descriptor] = received, taken
         return is_too_much
 
+    def _measure(self) -> int:
+        """Return the memory that this process has; 0: unknown."""
+        with contextlib.suppress(OSError):
+            if self._statm < 0:
+                self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+            return int(os.pread(self._statm, 200, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return 0
 
-def _size_bytes() -> int:
-    """Return the memory that this process has; 0: unknown."""
-    with contextlib.suppress(OSError), open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
+    def close(self) -> None:
+        """Look no more."""
+        if self._statm >= 0:
+            os.close(self._statm)
+        self._statm = -1
 
 
 def _received(descriptor: int) -> int:

@@ -350,6 +350,7 @@ def test_what_has_come_is_counted_for_each_connection() -> None:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         number = os.open(os.devnull, os.O_RDONLY)
         stack.callback(os.close, number)
+        stack.callback(ours.close)
 
         def connect() -> socket.socket:
             """Accept a connection under this number, as the system gives the same one out again."""
