@@ -185,10 +185,8 @@ class Publisher(OfThisProcess):
             calls.wait_for(self._coming)
             self._coming = None
         timeout_s = max(self.timeout_s, BEGIN_S)
-        self.attempt, self._is_retained = (
-            self.client.begin(step, launch_id=_start_of_ranks(), timeout_s=timeout_s),
-            False,
-        )
+        self.attempt = self.client.begin(step, launch_id=_start_of_ranks(), timeout_s=timeout_s)
+        self._is_retained = False
         self._retain_newest(timeout_s)
 
     def _retain_newest(self, timeout_s: float) -> None:

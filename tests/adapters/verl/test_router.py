@@ -188,6 +188,15 @@ async def test_the_only_replica_hangs_and_is_ended_and_started_again(what, monke
     assert any("rollout-0/0 hangs (no answer for" in one for one in said)
 
 
+async def test_what_a_request_of_a_former_epoch_says_takes_no_replica_out():
+    router = Router({"a": Server("rollout-0")})
+    epoch = (await router.handle("r"))._at[2]
+    await router.report_lost("a", epoch - 1, "ActorUnavailableError")
+    assert router.real.members.all["a"].in_rotation and "a" in router.real._inflight_requests
+    await router.report_lost("a", epoch, "ActorUnavailableError")  # the control
+    assert router.real.members.all["a"].is_lost and "a" not in router.real._inflight_requests
+
+
 async def test_many_requests_ask_one_question():
     a, b = Server("a"), Server("b")
     router = Router({"a": a, "b": b})

@@ -335,6 +335,17 @@ def test_connections_that_ask_for_nothing_take_no_files_and_end() -> None:
         assert scrape(url)["tensorhub_hub_answers"] == 1
 
 
+def test_no_more_connections_are_served_than_at_a_time() -> None:
+    with start_server() as hub, served(hub, "127.0.0.1", 0, request_s=120.0) as url, contextlib.ExitStack() as stack:
+        at = parse_address(url.removesuffix("/metrics"), "http")
+        idle = [stack.enter_context(socket.create_connection(at, timeout=30.0)) for _ in range(2 * SCRAPES_MAX)]
+        assert all(each.recv(1) == b"" for each in idle[SCRAPES_MAX:])
+        for each in idle[:SCRAPES_MAX]:  # it has the time that it was given
+            each.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                each.recv(1)
+
+
 def test_an_address_that_is_taken_is_refused() -> None:
     with (
         start_server() as hub,
