@@ -1,10 +1,9 @@
 """A `vllm serve` that OpenRLHF has not started, as one of its engines (../vllm/ray/external.py says how it joins).
 
 `ExternalEngine` has the methods of TensorHubEngine that our generator calls. The agent or the reward function of the
-run works here, and the server only turns tokens into tokens. Two things it cannot do, because nothing here stops it
-from going to its next version:
-    evaluations see one version, so it takes no part in them (`tensorhub_hold` says so);
-    without partial rollout the samples of a prompt are of one version: they are made again when they are not.
+run works here, and the server only turns tokens into tokens. Nothing here stops it from going to its next version, but
+for an evaluation: without partial rollout, where the samples of a prompt are of one version, they are made again when
+they are not.
 """
 
 from __future__ import annotations
@@ -125,22 +124,16 @@ class ExternalEngine(external.External):
 
     # --- what our generator asks for ----------------------------------------------------------------------------------
 
-    async def tensorhub_hold(self, version: int) -> int:
-        raise ServerLost(f"{self.url} goes to new versions by itself, so it takes no part in evaluations")
-
-    async def tensorhub_release(self) -> None:
-        """Do nothing: it was not held."""
-
     async def _need(self, version: int) -> None:
         deadline = Deadline.after(self._need_s)
         self.check()
-        while self.version < version:
-            refused, why = self.refusal
+        while self.status.version < version:
+            refused, why = self.status.refusal
             if refused >= version:
                 raise VersionRefused(why, version=refused)
             if deadline.expired:
                 raise ServerLost(
-                    f"{self.url} has version {self.version} and was asked to answer from a later one",
+                    f"{self.url} has version {self.status.version} and was asked to answer from a later one",
                     version=version,
                     timeout_s=self._need_s,
                 )

@@ -28,8 +28,8 @@ from tensorhub_plugins.verl.routing import ReplicaLost
 from tensorhub_plugins.verl.versions import told, version_of_step
 from tensorhub_plugins.vllm.config import FollowConfig
 from tensorhub_plugins.vllm.engine import compiled
-from tensorhub_plugins.vllm.engine.follower import Status
 from tensorhub_plugins.vllm.engine.spans import PREFIX
+from tensorhub_plugins.vllm.engine.status import Status
 from tensorhub_plugins.vllm.lora import for_adapter
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import connect, worker_config

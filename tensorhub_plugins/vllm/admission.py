@@ -26,9 +26,9 @@ from functools import cache, partial
 from typing import Any
 
 from tensorhub_plugins.core import UsageError, parse_version, version_label
-from tensorhub_plugins.vllm.engine.core import Following, lag_of, why_refused
 from tensorhub_plugins.vllm.engine.core_follower import of_all_cores, starts_in
 from tensorhub_plugins.vllm.engine.spans import PREFIX
+from tensorhub_plugins.vllm.engine.status import Following, lag_of, why_refused
 from tensorhub_plugins.vllm.exposition import figures
 from tensorhub_plugins.vllm.names import NAME
 

@@ -77,6 +77,7 @@ class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Switch to every new version, see engine/core_follower.py; with "lora": of the adapters, and "now" is the default.
     follow: Literal["idle", "now"] | None = None
     follow_patience_s: float = 60.0  # "idle": after this long without an idle moment, switch at once
+    may_be_held: bool = False  # at one version, by those that may ask it, for their evaluations: see routes.py
 
     @property
     def wait_s(self) -> float:
@@ -106,6 +107,8 @@ def parse(given: Mapping[str, Any] | None, vllm_config: Any) -> tuple[StartConfi
     where, rest = "model_loader_extra_config", dict(given or {})
     mine = {key: rest.pop(key) for key in StartConfig.__struct_fields__ if key in rest}
     start = options.convert(mine, StartConfig, where=where)
+    if start.may_be_held and (start.follow is None or rest.get("lora")):
+        raise UsageError(f'{where}: "may_be_held" is for engines that "follow" the weights: leave it out')
     timed = ("start_timeout_s",) if start.start_timeout_s is not None else ()
     options.check_limits(start, {"disk_version": (0, float("inf")), **dict.fromkeys(timed, SECONDS)}, where=where)
     backend = getattr(getattr(vllm_config, "weight_transfer_config", None), "backend", None)

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from tensorhub_plugins.core import step_of
-from tensorhub_plugins.vllm.engine.core import Following, lag_of, why_refused
+from tensorhub_plugins.vllm.engine.status import Following, lag_of, why_refused
 
 PREFIX = "tensorhub_engine_"
 # vLLM's own (from 0.32 on, of its routes for weights, which an engine that follows does not use): here of each install.

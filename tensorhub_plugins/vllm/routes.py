@@ -7,20 +7,26 @@ GET /tensorhub/starts/REQUEST       of a request that was named by `spans.PREFIX
                                     "starts": of its only answer; null: it has several, or it is not known (any more;
                                     or of beam search, or two requests had this name). Version 0 is none of the store's.
                                     ?forget=true: the last question about it, which makes room for others
+POST /v1/tensorhub/hold             stay with ?version= (0: with the one that it has) for ?for_s= seconds, or until
+                                    release: {"version": which}. Of a server with "may_be_held" in its configuration.
+POST /v1/tensorhub/release          go on. Both need the server's API key, if it has one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Query, Request
 from fastapi.responses import JSONResponse
 
 from tensorhub_plugins.vllm.admission import BEHIND_S, WAIT_S, Admission, furthest_behind, readiness
+from tensorhub_plugins.vllm.config import parse
 from tensorhub_plugins.vllm.engine.core_follower import of_all_cores, starts_in
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.names import NAME
+
+HOLD_MAX_S = 600.0  # the client may be gone
 
 router = APIRouter()
 
@@ -54,6 +60,33 @@ async def starts(name: str, request: Request, forget: bool = False) -> dict[str,
     found = await starts_in(_engine(request).engine_core, name, forget=forget)
     answers = [{"prompt": prompt, "sample": sample, "starts": starts} for (prompt, sample), starts in found]
     return {"starts": answers[0]["starts"] if len(answers) == 1 else None, "answers": answers}
+
+
+@router.post("/v1/tensorhub/hold")  # below /v1, where vLLM asks for the API key
+async def hold(
+    request: Request, version: Annotated[int, Query(ge=0)] = 0, for_s: Annotated[float, Query(gt=0, le=HOLD_MAX_S)] = 60
+) -> dict[str, Any]:
+    return {"version": await _asked(request, "hold", version, for_s)}
+
+
+@router.post("/v1/tensorhub/release")
+async def release(request: Request) -> dict[str, Any]:
+    await _asked(request, "release")
+    return {}
+
+
+async def _asked(request: Request, question: str, *given: Any) -> Any:
+    """Return what the engine's follower answers to a question of `Follower.answer`."""
+    config = (engine := _engine(request)).vllm_config
+    start, _ = parse(config.load_config.model_loader_extra_config, config)
+    if not start.may_be_held:
+        raise HTTPException(403, "set may_be_held to true, beside follow, in this server's --model-loader-extra-config")
+    if config.parallel_config.data_parallel_size > 1:
+        raise HTTPException(403, "several engines answer at this address: start one")
+    (kind, message, _), answer = await engine.engine_core.call_utility_async("tensorhub_ask", question, given)
+    if kind:
+        raise HTTPException(409, message)
+    return answer
 
 
 def _engine(request: Request) -> Any:

@@ -22,6 +22,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "version": 3,
         "broken": False,
         "hub_silent_s": 0.5,
+        "why_not": "",
         "refusal": [0, ""],
     }
     said: dict[str, Any] = {
@@ -51,6 +52,7 @@ class Fake:
         self.refuses: int | None = None  # every request, with this status
         self.used: set[Any] = set()  # connections: a second request on one finds that it was closed meanwhile
         self.on_request: Callable[[], None] | None = None
+        self.holds: list[tuple[str, int]] | None = []  # what it was told; None: it may not be held
         self.go = asyncio.Event()
         self.reached = asyncio.Event()
         self.asked: list[dict[str, Any]] = []
@@ -74,6 +76,15 @@ class Fake:
         assert request.match_info["name"] in [asked["request_id"] for asked in self.asked]
         assert request.query["forget"] == "true", "requests that are not forgotten push out those that run"
         return web.json_response({"starts": self.starts})
+
+    async def take_hold(self, request: web.Request) -> web.Response:
+        if self.holds is None:
+            text = "set may_be_held to true"
+            return web.json_response({"error": {"message": text}}, status=403)
+        action, version = request.match_info["action"], int(request.query.get("version", 0))
+        assert action == "release" or 0 < float(request.query["for_s"]) < 600.0
+        self.holds.append((action, version))
+        return web.json_response({"version": version or self.status["following"]["version"]})
 
     async def sends_elsewhere(self, request: web.Request) -> web.Response:
         there = f"http://{request.host}/{request.match_info['rest']}"
@@ -121,6 +132,7 @@ async def answering(fake: Fake) -> AsyncIterator[str]:
             web.get("/tensorhub", fake.tell),
             web.get("/tensorhub/starts/{name}", fake.tell_starts),
             web.post("/inference/v1/generate", fake.generate),
+            web.post("/v1/tensorhub/{action}", fake.take_hold),
             web.route("*", "/old/{rest:.*}", fake.sends_elsewhere),
         ]
     )

@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig
-from tensorhub_plugins.vllm.engine.core import Core, Following, lag_of
+from tensorhub_plugins.vllm.engine.core import Core
 from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
 from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S
 from tensorhub_plugins.vllm.engine.spans import Spans
+from tensorhub_plugins.vllm.engine.status import Following, lag_of
 
 
 class OneAdapter:

@@ -9,10 +9,7 @@ from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any
 
-from typing_extensions import NotRequired, TypedDict
-
-from tensorhub_plugins.core import UsageError, steps_behind
-from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.spans import Place, Spans, Start
 from tensorhub_plugins.vllm.lora import PATH
@@ -37,52 +34,6 @@ def before_shutdown(core: Any, first: Callable[[], None]) -> None:
         return original(*args, **kwargs)
 
     around(core, "shutdown", shutdown)
-
-
-class Following(TypedDict):
-    """What an engine that follows tells of itself: which run it follows, and how far it is."""
-
-    run: str
-    model: str
-    replica: str
-    version: int
-    broken: bool
-    hub_silent_s: float
-    follow: NotRequired[str | None]  # "now" or "idle"; servers with earlier versions of this package lack these
-    refusal: NotRequired[tuple[int, str]]  # a newer version that it cannot install, and why; (0, ""): none
-    wanted: NotRequired[int]  # the version to run, as the hub last said
-    behind_s: NotRequired[float]  # for which that has been another than the installed one
-    installed_s: NotRequired[float]  # since that was installed
-    failure: NotRequired[str]  # of the last try; "": it went well
-    last: NotRequired[dict[str, float]]  # pull_s and pause_s of the last version
-    updating: NotRequired[bool]  # to a version that is being fetched or installed
-    paused: NotRequired[bool]  # by another client, or put to sleep: it answers nothing, and installs nothing
-    adapters: NotRequired[dict[str, Following]]  # of an engine that follows adapters, all; the rest is of the last one
-
-
-def lag_of(said: Following) -> int:
-    """Return by how many steps an engine is behind the version that it is to run."""
-    wanted = said.get("wanted", 0)
-    return max(0, steps_behind(said["version"], wanted)) if wanted > said["version"] else 0
-
-
-def why_refused(said: Following) -> str | None:
-    """Return why it cannot install the version that it is to run; None: it can, or has."""
-    refused, why = said.get("refusal", (0, ""))
-    return why if refused >= said.get("wanted", 0) > said["version"] else None
-
-
-def status(joining: WorkerConfig, when: str | None, version: int, broken: bool, hub_silent_s: float) -> Following:
-    """Return what an engine reports of itself."""
-    return Following(
-        run=joining.run,
-        model=joining.model,
-        replica=joining.replica,
-        follow=when,
-        version=version,
-        broken=broken,
-        hub_silent_s=hub_silent_s,
-    )
 
 
 class Core:

@@ -37,7 +37,7 @@ from tensorhub_plugins.core import Client, NotPublished, TensorHubError, UsageEr
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig, parse, shares_experts
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
-from tensorhub_plugins.vllm.engine.core import Core, Following, before_shutdown, label, status
+from tensorhub_plugins.vllm.engine.core import Core, before_shutdown, label
 from tensorhub_plugins.vllm.engine.follower import (
     POLL_INTERVAL_S,
     RETRY_DELAY_MAX_S,
@@ -49,6 +49,7 @@ from tensorhub_plugins.vllm.engine.follower import (
 from tensorhub_plugins.vllm.engine.ranks import FirstRank, OtherRank, store_of
 from tensorhub_plugins.vllm.engine.spans import Place, Start
 from tensorhub_plugins.vllm.engine.staleness import Staleness
+from tensorhub_plugins.vllm.engine.status import Following, following
 from tensorhub_plugins.vllm.names import NAME
 from tensorhub_plugins.vllm.plugin import around
 from tensorhub_plugins.vllm.worker.extension import learn_secret
@@ -244,6 +245,8 @@ def _follow(core: Any, caches: Caches, vllm_config: Any) -> None:
     else:
         here = OtherRank(whole, store_of(core), parallel.data_parallel_rank, joining, start)
     core.tensorhub_starts, core.tensorhub_label = whole.starts, whole.relabel
+    if start.may_be_held and isinstance(here, CoreFollower) and alone:
+        core.tensorhub_ask = here.ask
     _begin(core, here)
 
 
@@ -347,19 +350,16 @@ class CoreFollower(Follower):
 
     def status(self) -> Following:
         """Return which run it follows, and how far it is. Call in the core's loop."""
-        is_broken = self.is_broken and not self.is_whole  # an install under way passes for what it was before
-        said = status(self._joining, self._how.when, self._core.version, is_broken, self._hub_silent_s)
         now, version = time.monotonic(), self._core.version
+        told = msgspec.structs.replace(self.look_at_itself(), version=version)
         if self._installed[0] != version:
             self._installed = version, now
         return {
-            **said,
-            "refusal": self.refusal,
+            **following(self._joining, self._how.when, told, self._hub_silent_s),
             "wanted": self._wanted,
             "behind_s": now - self._behind[1] if self._behind[0] == version != self._wanted else 0.0,
             "installed_s": now - self._installed[1],
             "failure": self._failure,
-            "last": {"pull_s": self.last_update.pull_s, "pause_s": self.last_update.pause_s},
             "updating": self._one_update.locked(),
             "paused": self._core.is_paused_by_another,
         }

@@ -23,7 +23,6 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -47,6 +46,7 @@ from tensorhub_plugins.core import (
     work,
 )
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.vllm.engine.status import LastUpdate, Status
 from tensorhub_plugins.vllm.names import WIRE
 
 logger = get_logger(__name__)
@@ -86,38 +86,8 @@ class Engine(Protocol):
         """Return the requests that were aborted since the pause, or since this was asked before."""
 
 
-@dataclass
-class LastUpdate:
-    """What the last version cost."""
-
-    pull_s: float = 0.0  # beside generation
-    pause_s: float = 0.0  # no request was served
-    sources: dict[str, int] = field(default_factory=dict)  # "replica/shard" -> bytes, of all workers
-    ways: dict[str, int] = field(default_factory=dict)  # "same_host shm" -> bytes; WIRE: those that were sent for them
-
-
 class UpdateFailed(TensorHubError):
     """This engine does not have the version, and goes on with the one it had."""
-
-
-class Status(msgspec.Struct, frozen=True):
-    """What a follower tells the owner of its engine."""
-
-    revision: int = 0  # grows with every change
-    version: int = 0  # installed; 0: what the engine was started with
-    is_broken: bool = False
-    has_caught_up: bool = False
-    busy_since: float = 0.0  # monotonic seconds: since then an installation keeps the engine from answering; 0.0: none
-    refusal: tuple[int, str] = (0, "")
-    stays: bool = False  # it will not go on to the trainer's newest version
-    pinned: int | None = None
-    attempt: int = 0  # the trainer's newest one
-    why_not: str = ""  # it takes no new work
-    last: LastUpdate = msgspec.field(default_factory=LastUpdate)
-
-    def may_answer(self, version: int) -> bool:
-        """Return whether a prompt may begin now that asks for this version or a later one."""
-        return self.version >= version and not (self.is_broken or self.busy_since)
 
 
 class Gate:
@@ -192,6 +162,7 @@ class Follower:
         self._was_whole = True  # when the installation under way began
         self.has_caught_up = False
         self.is_held = False  # stay with this version
+        self._lapse: asyncio.Task[None] | None = None  # ends that in time
         self._asked_with = 0  # the version that was installed when the last question was asked
         self._one_update = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -447,8 +418,16 @@ class Follower:
         return msgspec.to_builtins(self._told)
 
     def status_now(self) -> Status:
+        """Return the status, in a new revision if it has changed. Call where it follows."""
+        now = self.look_at_itself()
+        if now != self._told:
+            self._told = msgspec.structs.replace(now, revision=self._told.revision + 1)
+        return self._told
+
+    def look_at_itself(self) -> Status:
+        """Return the status, in the revision that was told last."""
         of_hub = self.of_hub()
-        attempt, is_pinned = of_hub.get("attempt", 0), of_hub.get("pinned") is not None
+        attempt, is_pinned = of_hub.get("attempt", 0), self.pins and of_hub.get("pinned") is not None
         if not self.is_whole:
             of_hub["why_not"] = f"{self.worker} has no whole weights"
         elif not is_pinned and attempt_of(self.version) < attempt:
@@ -456,10 +435,10 @@ class Follower:
             version = f"{self.worker} has version {version_text(self.version)}"
             of_hub["why_not"] = f"{version}, and waits for the first of attempt {attempt}"
         is_last = self.until is not None and step_of(self.version) >= self.until
-        now = msgspec.structs.replace(
+        return msgspec.structs.replace(
             self._told,
             version=self.version,
-            is_broken=self.is_broken,
+            is_broken=self.is_broken and not self.is_whole,  # an install under way passes for what it was before
             has_caught_up=self.has_caught_up,
             busy_since=self._busy_since,
             refusal=self.refusal,
@@ -467,22 +446,20 @@ class Follower:
             last=self.last_update,
             **of_hub,
         )
-        if now != self._told:
-            self._told = msgspec.structs.replace(now, revision=self._told.revision + 1)
-        return self._told
 
     def of_hub(self) -> dict[str, Any]:
         """Return what the status says of the hub."""
         return {"why_not": ""}
 
-    async def hold(self, version: int = 0) -> int:
-        """Stay with the version that is installed, or with `version` if one is given, until `release`. UpdateFailed
-        when it cannot; one that is broken goes on following then, to be repaired."""
+    async def hold(self, version: int = 0, for_s: float | None = None) -> int:
+        """Stay with the version that is installed, or with `version` if one is given, until `release`, or for so long.
+        UpdateFailed when it cannot; one that is broken goes on following then, to be repaired."""
         version = bounded(version, self.until)
         self.is_held = True  # at once: a `release` that comes while this waits is of this
         async with self._one_update:
             if not self.is_held:
                 raise UpdateFailed(f"{self.worker} was released before it was held", phase="hold")
+            self._end_lapse()
             try:
                 if version and (self.is_broken or self.version != version):
                     await self.update(version)
@@ -492,10 +469,24 @@ class Follower:
             finally:
                 if self.is_broken:
                     await self.release()
+                elif for_s is not None:
+                    self._lapse = asyncio.create_task(self._release_after(for_s))
 
     async def release(self) -> None:
+        self._end_lapse()
         self.is_held = False
         await self._notify()
+
+    async def _release_after(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._lapse = None  # it is this one
+        logger.warning("%s: goes on: it was held for %.0f s, and not again", self.worker, seconds)
+        await self.release()
+
+    def _end_lapse(self) -> None:
+        if self._lapse is not None:
+            self._lapse.cancel()
+            self._lapse = None
 
     async def enter(self, name: str, version: int) -> int:
         """Return when this prompt may begin, see `answering`: the version it begins with. It ends with `leave`, in any

@@ -27,7 +27,8 @@ from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig
 from tensorhub_plugins.vllm.engine.caches import StaleCaches
-from tensorhub_plugins.vllm.engine.core import LOOP_TIMEOUT_S, Core, Following, status
+from tensorhub_plugins.vllm.engine.core import LOOP_TIMEOUT_S, Core
+from tensorhub_plugins.vllm.engine.status import Following, Status, following
 
 logger = get_logger(__name__)
 
@@ -170,7 +171,7 @@ class OtherRank:
     def status(self) -> Following:
         """Return the status: whether the weights are broken, and how long the hub has been silent, the first rank
         knows."""
-        return status(self._joining, self._start.follow, self._core.version, False, 0.0)
+        return following(self._joining, self._start.follow, Status(version=self._core.version), 0.0)
 
     def close(self) -> None:
         self._closed = True

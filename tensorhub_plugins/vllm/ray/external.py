@@ -10,6 +10,9 @@ The server gets its weights itself (engine/core_follower.py), so there is nothin
 actor that stands for it, asks for tokens, tells the version of every one of them, and watches whether the server is
 there. Frameworks translate their requests and answers: verl/external.py, openrlhf/external.py.
 
+One that "may_be_held" stays with one version during an evaluation (`tensorhub_hold`). The hold is renewed, and ends by
+itself if the job does. Whatever the server does, an answer of another version counts for none meanwhile.
+
 Which version a token came from the server's engine core says, where requests and weights change one after the other
 (engine/spans.py). It is exact with both kinds of "follow". An answer whose versions cannot be told is not used.
 """
@@ -33,12 +36,13 @@ from tensorhub_plugins.core import Client, TensorHubError, UsageError, attempt_o
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
-from tensorhub_plugins.vllm.engine.core import Following
 from tensorhub_plugins.vllm.engine.spans import PREFIX, Span, spans_of
+from tensorhub_plugins.vllm.engine.status import Following, Status
 from tensorhub_plugins.vllm.model_facts import differences
 from tensorhub_plugins.vllm.ray.config import connect
 from tensorhub_plugins.vllm.ray.hub import ON_HEAD
 from tensorhub_plugins.vllm.ray.members import Heartbeat
+from tensorhub_plugins.vllm.ray.owned import heartbeat
 
 logger = get_logger(__name__)
 
@@ -53,8 +57,10 @@ ANSWER_ERRORS = (ValueError, LookupError, TypeError, msgspec.ValidationError)  #
 REFUSED_S = 30.0  # no requests after one was refused for no fault of its own, or prompts would be lost there in a row
 REDIRECTS = range(300, 400)
 REFUSALS = (400, 422)  # of this request, by whomever; others, like 401, 404 and 429, are of this server or its proxy
+HOLD_S = 60.0  # a server goes on by itself when it was not told for so long to stay
+HOLD_AGAIN_S = HOLD_S / 4
+HOLD_TIMEOUT_S = 600.0  # for it to have the version
 CALLS_MAX = 100_000  # of one actor at a time: requests wait in vLLM, and heartbeats must not wait behind them
-NOT_FOLLOWING = Following(run="", model="", replica="", version=0, broken=False, hub_silent_s=0.0)
 
 
 class ServerLost(TensorHubError):
@@ -81,7 +87,7 @@ class Answer(msgspec.Struct, frozen=True):
     spans: tuple[Span, ...]
 
 
-class Status(TypedDict):
+class About(TypedDict):
     """What a server says of itself, see routes.py. following: None: it does not."""
 
     following: Following | None
@@ -111,9 +117,9 @@ def _raise_for_status(reply: aiohttp.ClientResponse) -> None:
         )
 
 
-def refusal(url: str, expected: Expected, status: Status) -> str | None:
+def refusal(url: str, expected: Expected, about: About) -> str | None:
     """Return why a server that says this of itself cannot join, and what to do about it; None: it can."""
-    following = status["following"]
+    following = about["following"]
     if following is None:
         return f'{url} does not follow the store: start it with "follow": "now" in --model-loader-extra-config'
     if "adapters" in following:
@@ -123,25 +129,25 @@ def refusal(url: str, expected: Expected, status: Status) -> str | None:
             f"{url} follows run {following['run']}, model {following['model']}, and this job is run {expected.run}, "
             f"model {expected.model}: start it with these"
         )
-    differing = differences(expected.facts, status["facts"])
+    differing = differences(expected.facts, about["facts"])
     if differing:
         return f"{url} serves another model ({'; '.join(differing)}): start it with the model of this job"
-    if status["max_model_len"] < expected.max_model_len:
+    if about["max_model_len"] < expected.max_model_len:
         return (
-            f"{url} takes {status['max_model_len']} tokens at most, and this job needs {expected.max_model_len}: "
+            f"{url} takes {about['max_model_len']} tokens at most, and this job needs {expected.max_model_len}: "
             f"start it with --max-model-len {expected.max_model_len}"
         )
-    if expected.logprobs_mode not in (None, status["logprobs_mode"]):
+    if expected.logprobs_mode not in (None, about["logprobs_mode"]):
         return (
-            f"{url} gives {status['logprobs_mode']}, and this job counts on {expected.logprobs_mode}: start it with "
+            f"{url} gives {about['logprobs_mode']}, and this job counts on {expected.logprobs_mode}: start it with "
             f"--logprobs-mode {expected.logprobs_mode}"
         )
-    if status["engines"] > 1:
+    if about["engines"] > 1:
         return (
-            f"{url} is {status['engines']} engines behind one address, each with a version of its own: start it with "
+            f"{url} is {about['engines']} engines behind one address, each with a version of its own: start it with "
             "--data-parallel-size 1, and add one address for each"
         )
-    if status["by_hand"]:
+    if about["by_hand"]:
         return f"{url} is also updated by hand, so its versions are not sure: start it without --weight-transfer-config"
     return None
 
@@ -155,14 +161,15 @@ class External:
         self.worker, self.url, self.timeout_s = f"{name}/0", url.rstrip("/"), timeout_s
         run, model, staleness_s = options.run, options.model, options.staleness_s
         self.expected = msgspec.structs.replace(expected, run=run, model=model, staleness_s=staleness_s)
-        self.version = 0
-        self.refusal = 0, ""  # a newer version that it cannot install, and why
+        self.status = Status()  # as the server's follower has told last
         self.why_not = f"{url} has not joined"  # it gets no requests; "": it does
         self._options = options
         self._heard_at, self._refused_until = time.monotonic(), 0.0
         self._streams: dict[str, tuple[asyncio.Task[None], _Received]] = {}
         self._aborted: set[str] = set()
         self._watch: asyncio.Task[None] | None = None  # once it has joined
+        self._held, self._hold_at = 0, 0.0  # at which version, for an evaluation; and when to tell it again
+        self._telling = asyncio.Lock()  # a hold that comes after its release would last
         self._open = AsyncExitStack()
         self._store: Client
         self._http: aiohttp.ClientSession
@@ -185,12 +192,11 @@ class External:
 
     async def tensorhub_heartbeat(self) -> Heartbeat:
         """Return what a dispatcher asks. It may take requests unless it says why not."""
-        own = Heartbeat(version=self.version, ready=not self.why_not, why=self.why_not, worker=self.worker)
-        own["timeout_s"] = self.timeout_s
+        silent_s = self.silent_s if self._watch is not None else 0.0
+        own = {"ready": not self.why_not, "why": self.why_not, "worker": self.worker, "timeout_s": self.timeout_s}
         if self._watch is not None:
-            own["silent_s"], own["refusal"] = self.silent_s, self.refusal
-            own["stays"] = self.refusal[0] > 0 or self._store.pinned is not None
-        return own
+            own["stays"] = self.status.refusal[0] > 0 or self._store.pinned is not None
+        return heartbeat(self.status, silent_s, **own)
 
     # --- joining, and being watched -----------------------------------------------------------------------------------
 
@@ -204,7 +210,7 @@ class External:
         except BaseException:
             await self.tensorhub_leave()
             raise
-        record("external_joined", worker=self.worker, address=self.url, version=self.version)
+        record("external_joined", worker=self.worker, address=self.url, version=self.status.version)
 
     async def _connect(self) -> None:
         replica = f"server-{self.worker.partition('/')[0]}"
@@ -224,11 +230,11 @@ class External:
     async def _join(self) -> None:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while True:
-            status = await self._first_status()
-            why_not = refusal(self.url, self.expected, status)
+            about = await self._first_about()
+            why_not = refusal(self.url, self.expected, about)
             if why_not is not None:
                 raise UsageError(why_not)
-            following = status["following"]
+            following = about["following"]
             assert following is not None  # or it is refused
             if following["version"] > 0 and await asyncio.to_thread(self._holds_something, following["replica"]):
                 break
@@ -241,7 +247,7 @@ class External:
                     "this job knows nothing of: start it with the address of this job's hub"
                 )
             await asyncio.sleep(PROBE_INTERVAL_S)
-        self._heard(status)
+        self._heard(about)
         self._watch = asyncio.create_task(self._probe())
 
     def _holds_something(self, replica: str) -> bool:
@@ -249,13 +255,13 @@ class External:
         held = [workers for info in self._store.versions() for workers in info.layouts.values()]
         return any(worker.startswith(f"{replica}/") for workers in held for worker in workers)
 
-    async def _first_status(self) -> Status:
+    async def _first_about(self) -> About:
         try:
-            return await self._status()
+            return await self._about()
         except (aiohttp.ClientResponseError, _OtherAnswerError) as error:
             if isinstance(error, _OtherAnswerError) or error.status == 404:
                 raise UsageError(
-                    f"{self.url} is no `vllm serve --load-format tensorhub` with this package and a vLLM that it was "
+                    f"{self.url} is no `vllm serve --load-format tensorhub` with this release and a vLLM that it was "
                     f"tested with ({names.listed(names.run_with('vllm'), 'or')}): start it as one"
                 ) from error
             if error.status in REDIRECTS:
@@ -274,37 +280,40 @@ class External:
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
             try:
-                self._heard(await self._status())
+                self._heard(await self._about())
+                if not self._telling.locked():
+                    await self._hold_on()
             except asyncio.TimeoutError:
                 with suppress(aiohttp.ClientError, asyncio.TimeoutError, ValueError):
                     await self._get("health", parse=False)
                     self._heard_at = time.monotonic()
-            except (aiohttp.ClientError, ValueError) as error:
+            except (aiohttp.ClientError, ValueError, ServerLost) as error:
                 logger.debug("%s: %s", self.url, error)
             if self.silent_s > self.timeout_s:
                 self._end_streams()
 
-    async def _status(self) -> Status:
+    async def _about(self) -> About:
         try:
-            return msgspec.convert(await self._get(ROUTE), Status)
+            return msgspec.convert(await self._get(ROUTE), About)
         except msgspec.ValidationError as error:
             raise _OtherAnswerError(f"{self.url} answers as something else: {error}") from error
 
-    def _heard(self, status: Status) -> None:
+    def _heard(self, about: About) -> None:
         self._heard_at = time.monotonic()
-        why_not = refusal(self.url, self.expected, status) or ""  # it may have been started again as something else
-        following, limit_s = status["following"] or NOT_FOLLOWING, self.expected.staleness_s
-        if not why_not and following["broken"]:
-            why_not = f"{self.url} waits for whole weights"
-        elif not why_not and not following["version"]:
+        why_not = refusal(self.url, self.expected, about) or ""  # it may have been started again as something else
+        self.status, limit_s = msgspec.convert(about["following"] or {}, Status), self.expected.staleness_s
+        hub_silent_s = about["following"]["hub_silent_s"] if about["following"] else 0.0
+        if not why_not and not self.status.version:
             why_not = f"{self.url} has no version yet"
-        elif not why_not and attempt_of(following["version"]) < self._store.attempt and self._store.pinned is None:
+        elif not why_not and attempt_of(self.status.version) < self._store.attempt and self._store.pinned is None:
+            # The job knows: a server that is cut off from the hub does not.
             why_not = f"{self.url} has a version of a former attempt, and waits for the first of the trainer's newest"
-        elif not why_not and limit_s is not None and following["hub_silent_s"] > limit_s:
+        elif not why_not and (self.status.is_broken or self.status.why_not):
+            why_not = f"{self.url}: {self.status.why_not or 'waits for whole weights'}"
+        elif not why_not and limit_s is not None and hub_silent_s > limit_s:
             why_not = f"{self.url} has not heard of the hub for longer than staleness_s, {limit_s:g} s"
         if why_not and why_not != self.why_not:
             logger.warning("no requests for a while: %s", why_not)
-        self.version, self.refusal = following["version"], following.get("refusal", (0, ""))
         if why_not or self._heard_at >= self._refused_until:
             self.why_not = why_not
 
@@ -313,6 +322,44 @@ class External:
         async with self._http.get(f"{self.url}/{route}", timeout=timeout, allow_redirects=False) as reply:
             _raise_for_status(reply)
             return await reply.json() if parse else await reply.read()
+
+    # --- one evaluation, one version ----------------------------------------------------------------------------------
+
+    async def tensorhub_hold(self, version: int) -> int:
+        """See `Follower.hold`, and there it may be held no longer than the job is there. ServerLost: it cannot be."""
+        async with self._telling:
+            self._held = 0
+            self._held = await self._hold(version, HOLD_TIMEOUT_S)
+            return self._held
+
+    async def tensorhub_release(self) -> None:
+        """Have it go on to new versions, if it was held."""
+        async with self._telling:
+            if self._held:
+                self._held = 0
+                with suppress(ServerLost):  # it goes on by itself, later
+                    await self._post("release", PROBE_TIMEOUT_S)
+
+    async def _hold_on(self) -> None:
+        """Renew the hold, if it is time."""
+        async with self._telling:
+            if self._held and time.monotonic() >= self._hold_at:
+                await self._hold(self._held, PROBE_TIMEOUT_S)
+
+    async def _hold(self, version: int, timeout_s: float) -> int:
+        self._hold_at = time.monotonic() + HOLD_AGAIN_S
+        return int((await self._post("hold", timeout_s, version=version, for_s=HOLD_S))["version"])
+
+    async def _post(self, action: str, timeout_s: float, **told: float) -> Any:
+        timeout, url = aiohttp.ClientTimeout(total=timeout_s), f"{self.url}/v1/{ROUTE}/{action}"
+        try:
+            async with self._http.post(url, params=told, timeout=timeout, allow_redirects=False) as reply:
+                if reply.status in (403, 409):
+                    raise ServerLost(f"{self.url} cannot be held: {(await reply.text())[:500]}", peer=self.url)
+                _raise_for_status(reply)
+                return await reply.json()
+        except (*ANSWER_ERRORS, aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise ServerLost(f"{self.url}: {error or type(error).__name__}", peer=self.url) from error
 
     def check(self) -> None:
         """Raise ServerLost while it gets no requests."""
@@ -337,6 +384,7 @@ class External:
     async def _ask(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Answer:
         name = f"{PREFIX}{uuid.uuid4().hex}"
         got = _Received([], [] if sampling_params.get("logprobs") is not None else None)
+        held = self._held
         stream = asyncio.create_task(self._stream(name, prompt_ids, sampling_params, got))
         self._streams[name] = stream, got
         try:
@@ -360,9 +408,11 @@ class External:
             self._aborted.discard(name)
         if starts is None or not all(version for version, _ in starts):
             if not got.token_ids:  # aborted before its engine had heard of it
-                starts = [(self.version, 0)]
+                starts = [(self.status.version, 0)]
             else:
                 raise ServerLost(f"{self.url} cannot tell the version of an answer", peer=self.url)
+        if held and any(version != held for version, _ in starts):
+            raise ServerLost(f"{self.url} has left version {version_text(held)} in an evaluation", peer=self.url)
         return Answer(got.token_ids, got.log_probs, got.finish_reason, spans_of(starts, len(got.token_ids)))
 
     def running(self) -> dict[str, int]:
@@ -377,6 +427,7 @@ class External:
     async def tensorhub_leave(self) -> None:
         """Stand for it no more. The server goes on."""
         self.why_not = f"{self.url} has not joined"
+        await self.tensorhub_release()
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None

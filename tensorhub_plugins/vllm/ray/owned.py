@@ -19,8 +19,8 @@ import ray
 from tensorhub_plugins.core import TensorHubError, work
 from tensorhub_plugins.vllm.config import FollowConfig
 from tensorhub_plugins.vllm.engine.core_follower import starts_in
-from tensorhub_plugins.vllm.engine.follower import Status
 from tensorhub_plugins.vllm.engine.spans import Span, spans_of
+from tensorhub_plugins.vllm.engine.status import Status
 from tensorhub_plugins.vllm.ray.health import Lifeline, exit_on_error
 from tensorhub_plugins.vllm.ray.members import Heartbeat
 
@@ -107,14 +107,18 @@ class OwnedEngine:
 
     def heartbeat(self, **own: Any) -> Heartbeat:
         """Return what a dispatcher asks. own: what only this framework's actor knows."""
-        last, silent_s = self.status.last, self.lifeline.silent_s()
-        told = {"version": self.status.version, "refusal": self.status.refusal, "silent_s": silent_s}
-        told["idle_s"] = time.monotonic() - work.last_at()
-        cost = {"pull_s": last.pull_s, "pause_s": last.pause_s, "sources": last.sources, "ways": last.ways}
-        return cast(Heartbeat, {**told, **cost, "node": ray.get_runtime_context().get_node_id(), **own})
+        own["node"] = ray.get_runtime_context().get_node_id()
+        return heartbeat(self.status, self.lifeline.silent_s(), idle_s=time.monotonic() - work.last_at(), **own)
 
     async def spans(self, request: str, tokens: int) -> tuple[Span, ...]:
         """Return the versions of this request's only answer, of which `tokens` have come; (): they are not known. Ask
         once, of every request that has a name of ours (spans.py)."""
         found = await starts_in(self.lifeline.engine.engine_core, request, forget=True)
         return spans_of(found[0][1], tokens) if len(found) == 1 else ()
+
+
+def heartbeat(status: Status, silent_s: float, **own: Any) -> Heartbeat:
+    """Return what a replica with this status answers. own: what is known beside it."""
+    last, said = status.last, {"version": status.version, "refusal": status.refusal, "silent_s": silent_s}
+    cost = {"pull_s": last.pull_s, "pause_s": last.pause_s, "sources": last.sources, "ways": last.ways}
+    return cast(Heartbeat, {**said, "stays": status.stays, **cost, **own})

@@ -22,8 +22,8 @@ from tensorhub_plugins.openrlhf import engine, parts, recovery, trainer  # noqa:
 from tensorhub_plugins.openrlhf.partial_answers import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
 from tensorhub_plugins.vllm import checkpoint_names  # noqa: E402
-from tensorhub_plugins.vllm.engine.follower import Status  # noqa: E402
 from tensorhub_plugins.vllm.engine.staleness import Staleness  # noqa: E402
+from tensorhub_plugins.vllm.engine.status import Status  # noqa: E402
 from tensorhub_plugins.vllm.ray import owned  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
 

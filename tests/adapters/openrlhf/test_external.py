@@ -91,8 +91,10 @@ def test_partial_rollout_tells_the_versions_of_every_sample(hub: Server, asked: 
             assert response["observation_tokens"] == [0, 1, 0, 1, 2, 3] and response["action_ranges"] == [(2, 6)]
             assert response["rollout_log_probs"][-4:] == [0.0, -1.0, -2.0, -3.0] and response["truncated"]
             assert (response["extra_logs"][FIRST], response["extra_logs"][LAST]) == (3, 4)
-        with pytest.raises(ServerLost, match="takes no part in evaluations"):
-            await engine.tensorhub_hold(3)
+        assert await engine.tensorhub_hold(3) == 3 and fake.holds == [("hold", 3)]
+        with pytest.raises(ServerLost, match="has left version 3"):
+            await engine.generate_responses(**asked)
+        await engine.tensorhub_release()
         with pytest.raises(UsageError, match="cannot be given images"):
             await engine.generate_responses(**asked, images=[object()])
 

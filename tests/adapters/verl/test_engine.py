@@ -23,8 +23,8 @@ with pytest.MonkeyPatch.context() as patch:  # verl looks for a package of this 
     patch.setattr(metadata, "version", lambda name: vllm.__version__ if name == "vllm" else there(name))
     from tensorhub_plugins.verl import engine
 from tensorhub_plugins.verl.routing import ReplicaLost, _hand_over  # noqa: E402
-from tensorhub_plugins.vllm.engine.follower import Status  # noqa: E402
 from tensorhub_plugins.vllm.engine.spans import Spans  # noqa: E402
+from tensorhub_plugins.vllm.engine.status import Status  # noqa: E402
 from tensorhub_plugins.vllm.ray.owned import OwnedEngine  # noqa: E402
 
 

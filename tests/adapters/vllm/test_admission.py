@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from tensorhub_plugins.core import version_of  # noqa: E402
 from tensorhub_plugins.vllm import admission  # noqa: E402
 from tensorhub_plugins.vllm.admission import FIRST, Admission, furthest_behind, readiness  # noqa: E402
-from tensorhub_plugins.vllm.engine.core import lag_of  # noqa: E402
+from tensorhub_plugins.vllm.engine.status import lag_of  # noqa: E402
 from tensorhub_plugins.vllm.exposition import DURATION, FIGURES, IN_FLIGHT, PREFIX  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"

@@ -127,7 +127,7 @@ def test_a_server_with_weights_of_a_former_attempt_gets_no_requests(play: Any) -
 def test_an_answer_has_its_tokens_log_probabilities_and_versions(play: Any) -> None:
     async def story(fake: Fake, other: External) -> None:
         await other.join()
-        assert other.why_not == "" and other.version == 3
+        assert other.why_not == "" and other.status.version == 3
         assert await answer(other) == Answer([0, 1, 2, 3], [-0.0, -1.0, -2.0, -3.0], "length", ((3, 4),))
         fake.starts = [[3, 0], [5, 1]]
         assert (await answer(other, logprobs=None)) == Answer([0, 1, 2, 3], None, "length", ((3, 1), (5, 3)))
@@ -254,7 +254,7 @@ def test_one_that_answers_as_something_else_is_watched_all_the_same(play: Any) -
         fake.status = {"hello": "world"}
         await _until(lambda: other.silent_s > 0.2)
         fake.status = status(version=5)
-        await _until(lambda: other.version == 5)
+        await _until(lambda: other.status.version == 5)
         fake.starts = {"no": "list"}
         with pytest.raises(ServerLost):
             await answer(other)
@@ -266,12 +266,45 @@ def test_what_a_server_refuses_is_heard_with_why(play: Any) -> None:
     async def story(fake: Fake, other: External) -> None:
         del fake.status["following"]["refusal"]  # one with an earlier version of this package
         await other.join()
-        assert other.refusal == (0, "")
+        assert other.status.refusal == (0, "")
         fake.status = status(refusal=[4, "no tensor 'a'"])
-        await _until(lambda: other.refusal == (4, "no tensor 'a'"))
-        assert other.why_not == "" and other.version == 3  # it goes on with the one before
+        await _until(lambda: other.status.refusal == (4, "no tensor 'a'"))
+        assert other.why_not == "" and other.status.version == 3  # it goes on with the one before
         fake.status = status(version=5)
-        await _until(lambda: other.refusal == (0, ""))
+        await _until(lambda: other.status.refusal == (0, ""))
+
+    play(story)
+
+
+def test_one_that_is_held_for_an_evaluation_answers_from_one_version(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external, "HOLD_AGAIN_S", 0.05)
+
+    async def story(fake: Fake, other: External) -> None:
+        await other.join()
+        fake.holds = None  # the control: a server that may not be held
+        with pytest.raises(ServerLost, match="cannot be held: .*set may_be_held to true"):
+            await other.tensorhub_hold(3)
+        fake.starts = [[3, 0], [4, 2]]
+        assert (await answer(other)).spans == ((3, 2), (4, 2))
+        fake.holds = []
+        assert await other.tensorhub_hold(0) == 3 and await other.tensorhub_hold(4) == 4
+        with pytest.raises(ServerLost, match="has left version 4"):  # it was started again meanwhile, or held by others
+            await answer(other)
+        fake.starts = [[4, 0]]
+        assert (await answer(other)).spans == ((4, 4),)
+        await _until(lambda: fake.holds is not None and fake.holds[2:4] == [("hold", 4), ("hold", 4)])
+        await other.tensorhub_release()
+        assert fake.holds[-1] == ("release", 0)
+        told = len(fake.holds)
+        fake.starts = [[4, 0], [5, 2]]
+        assert (await answer(other)).spans == ((4, 2), (5, 2))
+        await other.tensorhub_release()
+        assert len(fake.holds) == told, "it is told once, and not held any more"
+        await other.tensorhub_hold(5)
+        await other.tensorhub_leave()
+        assert fake.holds[told:] == [("hold", 5), ("release", 0)]
 
     play(story)
 
@@ -291,9 +324,11 @@ def test_one_that_is_started_again_as_something_else_gets_no_requests(play: Any)
         fake.status = status(run="another")
         await _until(lambda: "follows run another" in other.why_not)
         fake.status = status(version=4)
-        await _until(lambda: other.why_not == "" and other.version == 4)
+        await _until(lambda: other.why_not == "" and other.status.version == 4)
         fake.status = status(broken=True)
         await _until(lambda: "waits for whole weights" in other.why_not)
+        fake.status = status(why_not="server/0 has no whole weights")
+        await _until(lambda: "server/0 has no whole weights" in other.why_not)
         fake.status = status(hub_silent_s=6.0)
         await _until(lambda: "has not heard of the hub for longer than staleness_s, 5 s" in other.why_not)
         fake.status = status(hub_silent_s=4.0)

@@ -28,6 +28,7 @@ from tensorhub_plugins.vllm.ray.external import Expected, External, ServerLost
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
 
 PROMPT = [10, 11, 12, 13, 14, 15]
+KEY = "key"
 LONG, ALIKE = 1500, 16  # tokens of an answer; and of those after a switch that are compared
 GREEDY = {"temperature": 0, "ignore_eos": True, "logprobs": 0}
 
@@ -39,19 +40,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.parametrize("follow", ["now", "idle"])
 def test_every_token_has_the_version_that_it_came_from(
-    follow: str, folders: list[Path], hub: Server, tmp_path: Path
+    follow: str, folders: list[Path], hub: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Idle: its patience ends at once, which is when answers of several versions come."""
     extra = {"hub": hub.address, "run": "r", "model": "actor", "replica": "server", "follow": follow}
+    extra["may_be_held"] = follow == "now"
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
     with Client(hub.address, run="r", model="actor", replica="trainer") as trainer:
         trainer.publish(1, checkpoint(folders[0]))
-        options = ["--max-model-len", "2048", "--logprobs-mode", "processed_logprobs"]
+        options = ["--max-model-len", "2048", "--logprobs-mode", "processed_logprobs", "--api-key", KEY]
         with serving(folders[0], tmp_path, {**extra, "follow_patience_s": 0.0}, *options) as server:
             options = TrainingOptions(hub=hub.address, run="r", model="actor")
-            asyncio.run(_story(server, options, folders, lambda: trainer.publish(2, checkpoint(folders[1]))))
+
+            def publish(version: int) -> None:
+                trainer.publish(version, checkpoint(folders[1 - version % 2]))
+
+            asyncio.run(_story(server, options, folders, publish, holds=follow == "now"))
 
 
-async def _story(server: Any, options: TrainingOptions, folders: list[Path], publish: Callable[[], Any]) -> None:
+async def _story(
+    server: Any, options: TrainingOptions, folders: list[Path], publish: Callable[[int], None], *, holds: bool
+) -> None:
     facts = facts_of(AutoConfig.from_pretrained(folders[0]))
     expected = Expected("", "", facts, 2048, "processed_logprobs")
     larger = msgspec.structs.replace(expected, facts={**facts, "vocab_size": facts["vocab_size"] + 1})
@@ -70,7 +79,7 @@ async def _story(server: Any, options: TrainingOptions, folders: list[Path], pub
 
     asked = asyncio.create_task(ask(PROMPT, LONG))
     await _until(lambda: sum(external.running().values()) > 100)
-    await asyncio.to_thread(publish)
+    await asyncio.to_thread(publish, 2)
     mixed = await asked
     assert [version for version, _ in mixed.spans] == [1, 2] and len(mixed.token_ids) == LONG
     boundary = mixed.spans[0][1]
@@ -85,7 +94,21 @@ async def _story(server: Any, options: TrainingOptions, folders: list[Path], pub
     assert await external.tensorhub_give_back() == 1
     partial = await asked
     assert partial.finish_reason == "abort" and 20 < len(partial.token_ids) < LONG
-    assert partial.spans == ((2, len(partial.token_ids)),) and external.version == 2
+    assert partial.spans == ((2, len(partial.token_ids)),) and external.status.version == 2
+
+    refused = await asyncio.to_thread(server.post, "v1/tensorhub/hold", {})
+    assert refused.status_code == 401, "without the server's API key nobody holds it"
+    if not holds:
+        with pytest.raises(ServerLost, match="cannot be held: .*set may_be_held to true"):
+            await external.tensorhub_hold(0)
+    else:
+        assert await external.tensorhub_hold(0) == 2
+        await asyncio.to_thread(publish, 3)
+        assert (await ask(PROMPT, LONG)).spans == ((2, LONG),) and external.status.version == 2
+        assert await external.tensorhub_hold(3) == 3 and (await ask(PROMPT, ALIKE)).spans == ((3, ALIKE),)
+        await asyncio.to_thread(publish, 4)
+        await external.tensorhub_release()
+        await _until(lambda: external.status.version == 4)
 
     asked = asyncio.create_task(ask(PROMPT, LONG))
     await _until(lambda: sum(external.running().values()) > 20)

@@ -230,6 +230,42 @@ async def test_an_engine_that_is_held_stays_with_its_version() -> None:
     following.cancel()
 
 
+async def test_a_hold_for_a_while_ends_by_itself_unless_it_is_renewed() -> None:
+    """A client that has asked over HTTP may be gone."""
+    engine = FakeEngine()
+    one = follower(engine, newest=5, until=9)
+    assert await one.hold(2, 0.05) == 2
+    following = asyncio.create_task(one.follow())
+    assert await one.hold(2, 60.0) == 2  # longer from now on
+    await asyncio.sleep(0.1)
+    assert one.is_held and one.version == 2
+    assert await one.hold(2, 0.01) == 2
+    await asyncio.wait_for(need(one, 5), 5)
+    assert not one.is_held
+    following.cancel()
+    assert await one.hold(0, 0.01) == await one.hold(0) == 5  # an owner's has no end
+    await asyncio.sleep(0.05)
+    assert one.is_held
+    await one.hold(0, 0.01)
+    await one.release()
+    await one.hold(0)
+    await asyncio.sleep(0.05)
+    assert one.is_held, "what was released does not end the next one"
+
+
+async def test_a_hold_that_fails_ends_by_itself_too() -> None:
+    engine = FakeEngine()
+    one = follower(engine, newest=5, until=9)
+    await one.update(1)
+    engine.fails["fetch"] = "gone"
+    with pytest.raises(UpdateFailed):
+        await one.hold(2, 0.01)
+    engine.fails.clear()
+    following = asyncio.create_task(one.follow())
+    await asyncio.wait_for(need(one, 5), 5)
+    following.cancel()
+
+
 async def test_a_release_that_overtakes_its_hold_leaves_the_engine_free() -> None:
     """The hold waits for an update, and its owner gives up: it held the engine afterwards, for ever."""
 
