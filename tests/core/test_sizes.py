@@ -12,12 +12,12 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 3_513,
-    "core/client": 5_680,
+    "core/client": 5_675,
     "core/deltas": 685,
     "core/device": 920,
     "core/device/kernels": 515,
     "core/hub": 5_780,
-    "core/memory": 3_810,
+    "core/memory": 3_785,
     "core/operations": 1_820,
     "core/protocol": 1_193,
     "core/security": 730,

@@ -516,12 +516,12 @@ class Publisher(OfThisProcess):
         self._mine = TensorTable.of([*kept, *(spec_of(name, tensor) for name, tensor in buffered.items())])
         pieces = self._pieces_of(self._mine)
         fresh = self._allocate(self._plain(pieces))
-        for name, tensor in buffered.items():
-            _write(fresh, pieces[name], tensor, Downloads())
+        with Downloads() as downloads:
+            for name, tensor in buffered.items():
+                _write(fresh, pieces[name], tensor, downloads)
+            for name, tensor in slab.tensors(p.spec.name for s in kept for p in pieces[s.name]).items() if slab else ():
+                fresh.write_later(name, tensor, downloads)
         if slab is not None:
-            views = slab.tensors()
-            for name in (piece.spec.name for spec in kept for piece in pieces[spec.name]):
-                fresh.write(name, views[name])
             slab.close()
         return Snapshot(fresh, whole, _parts(pieces), Downloads())
 

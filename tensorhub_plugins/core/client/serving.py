@@ -27,11 +27,13 @@ from tensorhub_plugins.core.client.reports import UnpublishReport
 from tensorhub_plugins.core.client.session import Disowned, Doubted
 from tensorhub_plugins.core.client.shelf import Published, Shelf
 from tensorhub_plugins.core.deadline import NEVER, Deadline, check_time, size_s, timeout_for
+from tensorhub_plugins.core.device import devices
 from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.assembly import check_whole, whole_of
 from tensorhub_plugins.core.memory.contents import KnownContents
+from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.moves import Paced, check_cover
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
@@ -542,8 +544,9 @@ class Serving:
         # With their strides: the published bytes are those of the storage.
         copy = self.pool.take_once(offer.manifest.tensors, deadline)
         try:
-            for name, tensor in offer.slab.tensors().items():
-                copy.write(name, tensor, deadline=deadline)
+            with Downloads() as downloads:
+                for name, tensor in devices.settled(offer.slab.tensors().items()):
+                    copy.write_later(name, tensor, downloads, stays=True, deadline=deadline)
         except BaseException:
             self.pool.discard(copy)
             raise

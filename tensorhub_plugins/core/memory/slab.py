@@ -41,7 +41,6 @@ from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.core.memory.block import NOTHING, Block
 from tensorhub_plugins.core.memory.copying import (
     DIGEST_SIZE_AT_ONCE_BYTES,
-    copy_view,
     copy_views,
     digests_of_segments,
     digests_of_view,
@@ -51,10 +50,8 @@ from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan, Loans
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
 from tensorhub_plugins.core.memory.runs import Extents, Runs, can_be_read, mapped, memory_of
-from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, held, span_of, stride_of
+from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, held, span_of
 from tensorhub_plugins.core.process_lifetime import Descriptor, OfThisProcess
-
-COPIED_AT_ONCE_BYTES = 32 << 20  # between two checks of the clock: 0.1 s of a slow host, whose pages are new
 
 Kind: TypeAlias = Literal["adopted", "allocated", "view", "borrowed"]
 
@@ -183,17 +180,15 @@ class Slab(OfThisProcess):
         work first, also for a device's copy into a host tensor. Raise DeadlineExceeded when the copy takes longer: the
         tensor counts as not written then."""
         devices.settle_host([tensor])
-        self._write(name, tensor, deadline)
-
-    def _write(self, name: str, tensor: torch.Tensor, deadline: float) -> None:
         check_time(deadline)
-        spec, target = self._target_of(name, tensor)
-        with torch.inference_mode():  # inference mode can write inference tensors and normal ones
-            if tensor.is_conj() or tensor.is_neg() or stride_of(tensor) != spec.stride:
+        target = self._target_of(name, tensor)
+        with torch.inference_mode(), Downloads() as downloads:  # that mode can write inference tensors and normal ones
+            if devices.of(target) is not None:
                 staging.copy_all([staging.as_bytes(target, tensor)])
-            elif spec.size_bytes:
-                # Packed dtypes, too, for which torch has no copy.
-                _copy_flat(flat_bytes(tensor), flat_bytes(target), deadline)
+            elif devices.of(tensor) is None:
+                downloads.fill(tensor, target, deadline)
+            else:
+                downloads.add(tensor, target, stays=True)
         self.mark_written([name])
 
     def write_later(
@@ -202,7 +197,7 @@ class Slab(OfThisProcess):
         """Do as `write`, with a cast to the dtype here, of `settled` memory. A device's tensor has arrived when
         `downloads` have."""
         check_time(deadline)
-        _, target = self._target_of(name, tensor, casts=True)
+        target = self._target_of(name, tensor, casts=True)
         with torch.inference_mode():
             if devices.of(tensor) is None:
                 downloads.fill(tensor, target, deadline)
@@ -486,8 +481,8 @@ class Slab(OfThisProcess):
 
     # --- inside ---
 
-    def _target_of(self, name: str, tensor: torch.Tensor, *, casts: bool = False) -> tuple[TensorSpec, torch.Tensor]:
-        """Return the spec and the slab's tensor of this name. Raise UsageError if there is none, or they differ."""
+    def _target_of(self, name: str, tensor: torch.Tensor, *, casts: bool = False) -> torch.Tensor:
+        """Return the slab's tensor of this name. Raise UsageError if there is none, or it is of another kind."""
         self._check_open()
         self._check_writable()
         spec = self.specs.get(name)
@@ -501,7 +496,7 @@ class Slab(OfThisProcess):
             raise UsageError(
                 f"tensor {name!r} is {dtype}{list(tensor.shape)}, the slab expects {spec.dtype}{list(spec.shape)}"
             )
-        return spec, self._tensors[name]
+        return self._tensors[name]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -553,13 +548,3 @@ class Slab(OfThisProcess):
         flats[-1] = flats[-1][:take]
         flats[0] = flats[0][skip:]
         return flats
-
-
-def _copy_flat(source: torch.Tensor, target: torch.Tensor, deadline: float) -> None:
-    if devices.of(source) is devices.of(target) is None:
-        mine, theirs = memory_of(source), memory_of(target)
-        for start in range(0, len(mine), COPIED_AT_ONCE_BYTES):
-            copy_view(mine[start : start + COPIED_AT_ONCE_BYTES], theirs[start : start + COPIED_AT_ONCE_BYTES])
-            check_time(deadline)
-    else:
-        staging.copy_flat(source, target)

@@ -26,16 +26,6 @@ ALIGNMENT_BYTES = 64
 Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # target and source
 
 
-def copy_flat(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy one uint8 tensor over another of the same size, after what this thread has queued, and wait for it. At least
-    one of them is on a device."""
-    origin, destination = of(source), of(target)
-    if origin is not None and destination is None:
-        down(origin, [source], target, origin.mark())
-    else:
-        copy_all([(target, source)])
-
-
 def copy_all(pairs: Iterable[Pair]) -> None:
     """Copy over each target its source, any strides and devices, on this thread's stream; then wait for all of them.
     Pairs that follow each other in memory, at both ends, are one copy."""

@@ -26,7 +26,7 @@ from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.memory.pinning import prefer
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.memory.staging import copy_all, copy_flat
+from tensorhub_plugins.core.memory.staging import copy_all
 
 SPECS = [TensorSpec("w", "uint8", (100_000,), 100_000)]
 PATIENCE_S = 20.0
@@ -569,6 +569,6 @@ def test_copies_from_anywhere_to_anywhere_follow_this_threads_stream(seed):
         simulation.kernel(live[0], 9, "engine")  # which no other stream would be ordered with
         copy_all([*zip(live, content, strict=False), (host, content[3])])
         assert [set(simulation.content(each)) for each in [*live, host]] == [{0}, {1}, {2}, {3}]
-        copy_flat(live[1], live[2])
+        copy_all([(live[2], live[1])])
         assert set(devices.on_host(live[2]).tolist()) == {1}
         simulation.check()
