@@ -8,12 +8,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import zmq
 from processes import Another, answering, forkserver
 
 from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, process_lifetime, start_server
+from tensorhub_plugins.core.client import connection
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.directive import NO_DIRECTIVE
+from tensorhub_plugins.core.threads import Thread
 
 SEGMENT = 1 << 16  # bytes; small, so that a little data is many segments
 SEGMENTS = 16  # of `tensors_of`
@@ -144,6 +147,34 @@ class Hub:
 
     def address(self) -> str:
         return self.server.address
+
+
+class Router:
+    """ZeroMQ's end of a hub, with so many messages of a connection in its queue, beyond which it does not read."""
+
+    def __init__(self, queue_max: int) -> None:
+        self._socket = zmq.Context().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.RCVHWM, queue_max)
+        self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        Thread(target=self._receive, name="router").start()
+
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self._port}"
+
+    def _receive(self) -> None:
+        while True:
+            self._socket.recv()
+
+
+class Dealer:
+    """A worker's socket at a hub without a secret, whose owner has no time to read. queue_max: None: as a worker's."""
+
+    def __init__(self, port: int, queue_max: int | None) -> None:
+        self._socket = connection._dealer(zmq.Context(), b"s" * 16, None)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 200)
+        if queue_max is not None:
+            self._socket.setsockopt(zmq.RCVHWM, queue_max)
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
 
 
 class Process(Another):

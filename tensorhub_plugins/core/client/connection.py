@@ -72,6 +72,8 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], session: bytes, keys: Keys 
         (zmq.LINGER, 0),
         (zmq.MAXMSGSIZE, messages.FROM_HUB_SIZE_BYTES_MAX),
         (zmq.IMMEDIATE, 1),  # queue nothing for a hub that is away: the session machine resends what matters
+        # No end: ZeroMQ aborts the process where a hub that it has stopped to read is reset before the next heartbeat.
+        (zmq.RCVHWM, 0),
         (zmq.RECONNECT_IVL, RECONNECT_FIRST_MS),
         (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
         # After a cut link TCP retransmits with exponential backoff. A new connection takes only seconds.

@@ -49,7 +49,7 @@ from tensorhub_plugins.core.types import Role, printable
 
 log = logging.getLogger("tensorhub.hub")
 
-RECEIVE_QUEUE_MESSAGES_MAX = 32  # per connection; beyond that it is not read, and TCP makes the sender wait
+RECEIVE_QUEUE_MESSAGES_MAX = 0  # no end, per connection: see unfinished.py, which bounds their bytes
 SEND_QUEUE_MESSAGES_MAX = 512  # per worker, twice what it may ask at once; more is lost if it does not read
 FAILURES_PER_SESSION_MAX = 3  # on messages of one session, before it is barred
 BARRED_MAX = 4096  # such sessions
@@ -172,7 +172,7 @@ class Server(OfThisProcess):
     def _listen(self, address: str, keys: Keys | None) -> None:
         where, self._context = _where(address), zmq.Context()
         self._socket = _router(self._context, where)
-        self._strangers = curve.Strangers(self._context, self._socket, self._clock, self._unfinished.accepted)
+        self._strangers = curve.Strangers(self._context, self._socket, self._clock, self._accepted)
         self._doorman = None if keys is None else curve.Doorman(self._context, keys.admitted(), self._strangers.refused)
         if keys is not None:
             curve.guard_hub(self._socket, keys)
@@ -239,17 +239,22 @@ class Server(OfThisProcess):
                 if ready:
                     self._receive_burst()
                     next_tick = min(next_tick, self._hub.next_deadline(now))  # a new deadline may be sooner
-                for descriptor in self._unfinished.cut(self._strangers.hosts, now):
-                    host = self._strangers.hosts[descriptor] or "an unknown host"
-                    self._log(
-                        logging.WARNING, f"cut off a connection from {host}: it has sent a message without an end"
-                    )
+                self._cut_off(now)
         except Exception:
             log.exception("the hub has failed")
             raise
         finally:
             self._context.destroy()
             self._unfinished.close()
+
+    def _cut_off(self, now: float) -> None:
+        for descriptor in self._unfinished.cut(self._strangers.hosts, now, is_all_taken=self._is_caught_up):
+            why = "it has sent a message without an end, or more than is taken"
+            host = self._strangers.hosts[descriptor] or "an unknown host"
+            self._log(logging.WARNING, f"cut off a connection from {host}: {why}")
+
+    def _accepted(self, descriptor: int) -> None:
+        self._unfinished.accepted(descriptor, self._clock())
 
     def _say_figures(self, now: float) -> None:
         """Give the same figures to all threads that have asked."""

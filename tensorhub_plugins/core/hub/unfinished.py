@@ -1,9 +1,11 @@
-"""Connections with a message that never ends: cut, before they take the hub's memory.
+"""Connections of which more has come than the hub has taken: cut, before they take its memory.
 
-ZeroMQ hands over a message of several frames when the last one is there, and limits the size of each, not their number.
-So every peer that the hub admits, with an observer's key, too, could have it keep as many as its memory takes. (Ours
-have one frame.) What the kernel has received on a connection is compared with what was handed over. To ask takes
-microseconds for each connection: that is done when this process has grown, and once in a while.
+ZeroMQ takes in all that comes: its queues have no end here, as it aborts the process where a peer that it has stopped
+reading resets its connection, with a sign of life among what it had sent (`!_io_error`, libzmq 4.3.5). And it hands
+over a message of several frames when the last one is there, and limits the size of each, not their number. So every
+peer that the hub admits, with an observer's key, too, could have it keep as much as its memory takes. What the kernel
+has received on a connection is compared with what was handed over. To ask takes microseconds for each connection: that
+is done when this process has grown, and once in a while.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ import zmq
 
 from tensorhub_plugins.core.protocol.messages import FROM_CLIENT_SIZE_BYTES_MAX
 
-UNFINISHED_BYTES_MAX = 8 * FROM_CLIENT_SIZE_BYTES_MAX
+WAITING_BYTES_MAX = 8 * FROM_CLIENT_SIZE_BYTES_MAX  # of one connection
+WAITING_BYTES_MAX_OF_ALL = 512 << 20  # a hello of a KiB of each of SESSIONS_MAX workers is an eighth of that
+BESIDE_BYTES_PER_S = 1 << 10  # of one connection: headers and signs of life, which are never handed over
+FRAME_SIZE_BYTES, HEADER_SIZE_BYTES = 200, 2  # beside its contents: in memory, as measured, and on the wire, at least
 GROWTH_BYTES = 64 << 20
 GROWN_S, LOOK_S = 0.1, 600.0  # between two looks at this process's size, and at all connections
 RECEIVED = struct.Struct("=128xQ")  # of Linux' struct tcp_info, since 4.1: tcpi_bytes_received
@@ -29,27 +34,37 @@ SRCFD = int(zmq.SRCFD)
 class Unfinished:
     """Counts what comes over each connection, by its descriptor. Only the hub's thread uses it.
 
-    bytes_max: of one connection, received and not handed over. growth_bytes: of this process, before it looks again."""
+    bytes_max, bytes_max_of_all: of memory that takes what was received and not handed over, of one connection and of
+    all. growth_bytes: of this process, before it looks again."""
 
-    def __init__(self, now: float, *, bytes_max: int = UNFINISHED_BYTES_MAX, growth_bytes: int = GROWTH_BYTES) -> None:
-        self._bytes_max, self._growth_bytes = bytes_max, growth_bytes
-        self._taken: dict[int, int] = {}  # bytes that were handed over, since the connection was accepted
-        self._known: dict[int, tuple[int, int]] = {}  # received and taken, as of the last look that found a message
+    def __init__(
+        self,
+        now: float,
+        *,
+        bytes_max: int = WAITING_BYTES_MAX,
+        bytes_max_of_all: int = WAITING_BYTES_MAX_OF_ALL,
+        growth_bytes: int = GROWTH_BYTES,
+    ) -> None:
+        self._bytes_max, self._bytes_max_of_all, self._growth_bytes = bytes_max, bytes_max_of_all, growth_bytes
+        self._taken: dict[int, tuple[int, int]] = {}  # frames and bytes handed over, since the connection was accepted
+        self._known: dict[int, tuple[int, int, int, float]] = {}  # received and taken when nothing waited, and when
         self._size_bytes, self._sized_at, self._looked_at = math.inf, now, now
         self._statm = -1  # open from the first look on: one that comes and goes would be counted now and then
 
-    def accepted(self, descriptor: int) -> None:
+    def accepted(self, descriptor: int, now: float) -> None:
         """Count a new connection from the beginning."""
-        self._taken[descriptor], self._known[descriptor] = 0, (0, 0)
+        self._taken[descriptor], self._known[descriptor] = (0, 0), (0, 0, 0, now)
 
     def took(self, frame: zmq.Frame) -> None:
         """Count a frame that was handed over."""
         with contextlib.suppress(zmq.ZMQError):  # of a protocol before ZMTP 3, which none of our workers speaks
             descriptor = frame.get(SRCFD)
-            self._taken[descriptor] = self._taken.get(descriptor, 0) + len(frame)
+            frames, taken = self._taken.get(descriptor, (0, 0))
+            self._taken[descriptor] = frames + 1, taken + len(frame)
 
-    def cut(self, connections: Collection[int], now: float) -> list[int]:
-        """Cut those of these connections, by their descriptors, that have sent too much of one message; return them."""
+    def cut(self, connections: Collection[int], now: float, *, is_all_taken: bool) -> list[int]:
+        """Cut those of these connections, by their descriptors, of which too much waits; return them. is_all_taken: of
+        what waits now nothing is whole: it can be taken when the rest has come."""
         if now - self._sized_at < GROWN_S:
             return []
         self._sized_at, size_bytes = now, self._measure()
@@ -57,15 +72,27 @@ class Unfinished:
         if size_bytes - self._size_bytes < self._growth_bytes and now - self._looked_at < LOOK_S:
             return []
         self._size_bytes, self._looked_at = size_bytes, now
-        return [each for each in connections if self._is_too_much(each) and _shut_down(each)]
+        waiting = {each: self._waiting(each, now, is_all_taken=is_all_taken) for each in connections}
+        of_all, found = sum(waiting.values()), []
+        for each, size in sorted(waiting.items(), key=lambda item: -item[1]):
+            if size <= self._bytes_max and of_all <= self._bytes_max_of_all:
+                break
+            of_all -= size
+            found.append(each)
+        return [each for each in found if _shut_down(each)]
 
-    def _is_too_much(self, descriptor: int) -> bool:
-        received, taken = _received(descriptor), self._taken.get(descriptor, 0)
-        received_before, taken_before = self._known.get(descriptor, (0, 0))
-        is_too_much = received - received_before - (taken - taken_before) > self._bytes_max
-        if taken != taken_before and not is_too_much:  # headers and signs of life would add up for months
-            self._known[descriptor] = received, taken
-        return is_too_much
+    def _waiting(self, descriptor: int, now: float, *, is_all_taken: bool) -> int:
+        """Return how much memory takes what has come over this connection and is still to be handed over, if it is in
+        frames like those that were."""
+        received, (frames, taken) = _received(descriptor), self._taken.get(descriptor, (0, 0))
+        received_before, frames_before, taken_before, since = self._known.setdefault(descriptor, (0, 0, 0, now))
+        waiting = received - received_before - (taken - taken_before)
+        if is_all_taken and frames != frames_before and waiting <= self._bytes_max:
+            self._known[descriptor] = received, frames, taken, now
+            return 0
+        waiting = max(0, waiting - int(BESIDE_BYTES_PER_S * (now - since)))
+        count = frames - frames_before
+        return waiting + waiting * FRAME_SIZE_BYTES * count // max(1, taken - taken_before + HEADER_SIZE_BYTES * count)
 
     def _measure(self) -> int:
         """Return the memory that this process has; 0: unknown."""

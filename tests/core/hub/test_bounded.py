@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import socket
-import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -279,42 +279,33 @@ def running() -> Iterator[Server]:
         yield one
 
 
-FLOOD = 200  # messages of 1 MiB
+CUT_OFF = "cut off a connection from 127.0.0.1"
 
 
-def taken_from_a_flood(address: str) -> int:
-    with peer(address, SNDHWM=1, SNDBUF=1 << 16) as flood:
-        flood.send(m.encode(m.AskStatus(1)))
-        taken = 0
-        while taken < FLOOD and flood.poll(2000, zmq.POLLOUT):
-            flood.send(bytes(1 << 20))
-            taken += 1
-        return taken
-
-
-def test_a_hub_that_is_busy_does_not_take_in_what_it_cannot_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, true_handle = threading.Event(), hub.Hub.handle
+@pytest.mark.parametrize("count", [5000, 100], ids=["too much", "the control: as much as may wait"])
+def test_a_connection_of_which_a_busy_hub_has_too_much_to_do_is_cut_off(
+    count: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_handle = hub.Hub.handle
 
     def busy(self: hub.Hub, event: hub.Event, now: float) -> list[hub.Effect]:
-        if isinstance(event, hub.Received):
-            go_on.wait(60)
+        if isinstance(event, hub.Received) and isinstance(event.message, m.AskStatus):
+            time.sleep(0.001)
         return true_handle(self, event, now)
 
     monkeypatch.setattr(hub.Hub, "handle", busy)
-    with start_server() as running:
-        taken = taken_from_a_flood(running.address)
-        go_on.set()
-    assert taken < FLOOD / 2
-
-
-def test_the_control_an_endless_queue_takes_it_all() -> None:
-    context = zmq.Context()
-    with context.socket(zmq.ROUTER) as router:
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.RCVHWM, 0)
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        assert taken_from_a_flood(f"tcp://127.0.0.1:{port}") == FLOOD
-    context.term()
+    monkeypatch.setattr(server, "Unfinished", partial(Unfinished, bytes_max=1 << 14, growth_bytes=-(1 << 40)))
+    with (
+        start_server(limits=HubLimits(messages_per_s_max=10**9)) as running,
+        peer(running.address) as worker,
+        peer(running.address, SNDHWM=0) as flood,
+    ):
+        assert isinstance(ask(worker, hello()), m.Welcome)
+        for number in range(count):
+            flood.send(m.encode(m.AskStatus(number)))
+        until(lambda: count == 100 or CUT_OFF in caplog.text)
+        assert isinstance(ask(worker, m.Publish(2, HELD)), m.Done)
+        assert (CUT_OFF in caplog.text) == (count > 100)
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["one message of many frames", "the control: many messages"])
@@ -324,7 +315,7 @@ def test_a_message_without_an_end_is_cut_off(
     """ZeroMQ would keep all of its frames, of any peer that the hub admits."""
     # This process has had other tests, whose memory it takes again before it grows.
     monkeypatch.setattr(server, "Unfinished", partial(Unfinished, growth_bytes=-(1 << 40)))
-    observer, lines = Keys.of(b"1" * 32).limited("observer"), "cut off a connection from 127.0.0.1"
+    observer = Keys.of(b"1" * 32).limited("observer")
     with (
         start_server(keys=Keys.of(b"1" * 32), limits=HubLimits(messages_per_s_max=10**9)) as running,
         peer(running.address, Keys.of(b"1" * 32)) as worker,
@@ -332,20 +323,20 @@ def test_a_message_without_an_end_is_cut_off(
     ):
         assert isinstance(ask(worker, hello()), m.Welcome)
         frame = bytes(1 << 20)
-        for _ in range(100 if ends else 1000):  # a second, in which the hub looks ten times
+        for _ in range(20 if ends else 1000):  # a second, in which the hub looks ten times
             endless.send(frame, 0 if ends else zmq.SNDMORE, copy=False)
         endless.send(b"")
-        until(lambda: ends or lines in caplog.text)
+        until(lambda: ends or CUT_OFF in caplog.text)
         assert isinstance(ask(worker, m.Publish(2, HELD)), m.Done)
         endless.send(m.encode(m.AskStatus(7)))  # it may connect again
         while getattr(m.decode_from_hub(endless.recv()), "request_id", 0) != 7:
             pass
-        assert (lines in caplog.text) != ends
+        assert (CUT_OFF in caplog.text) != ends
 
 
 def test_what_has_come_is_counted_for_each_connection() -> None:
     """What was handed over does not count, nor what the connection before it had, of the same descriptor."""
-    now, ours = iter(range(1, 100)), Unfinished(0.0, bytes_max=1000, growth_bytes=-(1 << 40))
+    now, ours = iter(range(1, 100)), Unfinished(0.0, bytes_max=100_000, growth_bytes=-(1 << 40))
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         number = os.open(os.devnull, os.O_RDONLY)
@@ -357,23 +348,51 @@ def test_what_has_come_is_counted_for_each_connection() -> None:
             client = stack.enter_context(socket.create_connection(listener.getsockname()))
             with listener.accept()[0] as accepted:
                 os.dup2(accepted.fileno(), number)
-            ours.accepted(number)
+            ours.accepted(number, float(next(now)))
             return client
 
-        def cut(client: socket.socket, size: int, taken: int) -> bool:
+        def cut(
+            client: socket.socket, size: int, taken: int, *, is_all_taken: bool = True, after_s: float = 0.0
+        ) -> bool:
             """Return whether it is cut when so much more of it has come, and been handed over."""
             client.sendall(bytes(size))
             while size:
                 size -= len(os.read(number, size))
-            ours.took(Frame(number, taken))  # type: ignore[arg-type]
-            return ours.cut([number], float(next(now))) == [number]
+            if taken:
+                ours.took(Frame(number, taken))  # type: ignore[arg-type]
+            return ours.cut([number], float(next(now)) + after_s, is_all_taken=is_all_taken) == [number]
 
         client = connect()
-        assert not any(cut(client, 900, 850) for _ in range(50))  # headers
-        assert not cut(client, 900, 0) and cut(client, 150, 0) and not client.recv(1)
+        assert not any(cut(client, 90_000, 85_000) for _ in range(50))  # headers
+        assert not cut(client, 90_000, 0) and cut(client, 20_000, 0) and not client.recv(1)
         client = connect()
-        assert not cut(client, 1000, 0) and cut(client, 1, 0)
-        assert ours.cut([1 << 20], float(next(now))) == []  # closed meanwhile
+        assert not cut(client, 100_000, 0) and cut(client, 5_000, 0)
+        client = connect()
+        assert not cut(client, 90_000, 40_000, is_all_taken=False)
+        assert cut(client, 60_000, 0, is_all_taken=False)  # what waits is counted as long as there is more to take
+        client = connect()
+        assert not cut(client, 20_000, 1000, is_all_taken=False)
+        client = connect()
+        assert cut(client, 20_000, 10, is_all_taken=False)  # each message takes memory, however small it is
+        assert ours.cut([1 << 20], float(next(now)), is_all_taken=True) == []  # closed meanwhile
+        client = connect()
+        assert not cut(client, 150_000, 1000, is_all_taken=False, after_s=100.0)  # headers and signs of life
+
+
+def test_of_many_connections_with_much_to_take_the_largest_are_cut_off() -> None:
+    ours = Unfinished(0.0, bytes_max=1000, bytes_max_of_all=1500, growth_bytes=-(1 << 40))
+    with contextlib.ExitStack() as stack:
+        stack.callback(ours.close)
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        found = []
+        for size in (10, 900, 20, 800, 700):
+            stack.enter_context(socket.create_connection(listener.getsockname())).sendall(bytes(size))
+            accepted = stack.enter_context(listener.accept()[0])
+            assert len(accepted.recv(size, socket.MSG_WAITALL)) == size
+            ours.accepted(accepted.fileno(), 1.0)
+            found.append(accepted.fileno())
+        assert ours.cut(found, 1.2, is_all_taken=False) == [found[1]]
+        assert ours.cut([found[0], found[2]], 1.4, is_all_taken=False) == []
 
 
 class Frame:
