@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -147,6 +148,15 @@ class Hub:
 
     def address(self) -> str:
         return self.server.address
+
+
+class HubOfFewFiles(Hub):
+    """A hub that may have so many files more than it has at its start."""
+
+    def __init__(self, files: int) -> None:
+        most = files + len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        super().__init__("tcp://127.0.0.1:0", 0.0)
 
 
 class Router:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import threading
 import time
@@ -36,7 +37,7 @@ from tensorhub_plugins.core.hub.limits import SESSIONS_MAX, HubLimits
 from tensorhub_plugins.core.hub.metrics import Metric, hub_figure, metrics
 from tensorhub_plugins.core.hub.names import Names, public_name
 from tensorhub_plugins.core.hub.rates import Rates
-from tensorhub_plugins.core.hub.unfinished import Unfinished
+from tensorhub_plugins.core.hub.unfinished import Unfinished, count_left
 from tensorhub_plugins.core.process_lifetime import ForeignPort, OfThisProcess, files_left, raise_files_max
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import check_address, is_loopback, new_session, parse_address, resolve
@@ -56,6 +57,8 @@ BARRED_MAX = 4096  # such sessions
 LOOKUP_S = 5.0  # of the name of the address to listen at
 BACKLOG = 4096  # thousands of workers connect at once when a job starts; Linux' own limit
 FILES_KEPT = 64  # for what is no worker: refused connections, requests for the status, logs
+FULL_AGAIN_S = 10.0  # that it is full is looked into again
+BIND_S = 10.0  # to have the port again
 FILES_FREE_MIN = 2  # ZeroMQ needs one to accept a connection, and would only fail silently
 FIGURES_TIMEOUT_S = 5.0  # for the hub's thread to say what it measures: it looks ten times a second
 DEAF_S_MIN = 1.0  # for which something was left to read, normally a tenth of that: we were stopped, starved or swamped
@@ -145,10 +148,11 @@ class Server(OfThisProcess):
                 f"{secret.FILE_VARIABLE} to one made by `tensorhub keygen`, listen on 127.0.0.1, or say --insecure "
                 "(insecure=True)"
             )
-        self._lease_key = b"" if keys is None else keys.lease_key
+        self._lease_key, self._keys = b"" if keys is None else keys.lease_key, keys
         self._clock = clock
         self._limits = HubLimits() if limits is None else limits
         self._files_max, self._is_full = raise_files_max(), False  # full, and logged as such
+        self._full_at = -math.inf  # when that was looked into
         self._sessions_max = min(SESSIONS_MAX, max(1, files_left(self._files_max) - FILES_KEPT))
         self._hub, self._is_caught_up, self._caught_up_at = self._new_hub(clock()), True, clock()  # see `_now`
         self._names, self._rates = Names(), Rates(self._limits.messages_per_s_max)
@@ -227,6 +231,9 @@ class Server(OfThisProcess):
                 if now >= next_tick:
                     self._handle(hub.Tick(), now)
                     self._check_files()
+                    if self._is_full and now - self._full_at > FULL_AGAIN_S:
+                        self._full_at = now
+                        poller = self._without_what_is_left() or poller
                     next_tick = self._hub.next_deadline(now)
                 if not self._asked.empty():
                     self._say_figures(now)
@@ -293,6 +300,26 @@ class Server(OfThisProcess):
                 self._files_max - free,
             )
         self._is_full = free <= (FILES_KEPT if self._is_full else FILES_FREE_MIN)
+
+    def _without_what_is_left(self) -> zmq.Poller | None:
+        """Make the socket anew where too many files are of connections that are over; workers connect again. ZeroMQ
+        (4.3.5, issue 3238) keeps one on which more came when its peer had another one in its place, until the socket is
+        closed. Return what polls it; None: it is as it was."""
+        if (count := count_left(self._strangers.hosts)) < FILES_KEPT:
+            return None
+        self._log(logging.WARNING, f"all connections are made anew: {count} files are of some that are over")
+        self._context.destroy()
+        self._unfinished.close()
+        self._unfinished, deadline = Unfinished(self._clock()), Deadline.after(BIND_S)
+        while True:
+            try:
+                self._listen(self.address, self._keys)
+                return self._poller()
+            except UsageError:  # another process may have had the port for a moment
+                self._context.destroy()
+                if deadline.expired:
+                    raise
+                time.sleep(0.1)
 
     def _poller(self) -> zmq.Poller:
         poller = zmq.Poller()

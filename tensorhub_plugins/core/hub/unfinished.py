@@ -28,6 +28,7 @@ FRAME_SIZE_BYTES, HEADER_SIZE_BYTES = 200, 2  # beside its contents: in memory, 
 GROWTH_BYTES = 64 << 20
 GROWN_S, LOOK_S = 0.1, 600.0  # between two looks at this process's size, and at all connections
 RECEIVED = struct.Struct("=128xQ")  # of Linux' struct tcp_info, since 4.1: tcpi_bytes_received
+CLOSED = (7, 8)  # of its first byte, tcpi_state: TCP_CLOSE, TCP_CLOSE_WAIT
 SRCFD = int(zmq.SRCFD)
 
 
@@ -114,6 +115,21 @@ def _received(descriptor: int) -> int:
     with contextlib.suppress(OSError, struct.error), socket.socket(fileno=os.dup(descriptor)) as connection:
         return int(RECEIVED.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED.size))[0])
     return 0
+
+
+def count_left(connections: Collection[int]) -> int:
+    """Return how many of these connections, by their descriptors, were closed by their peers and are open here."""
+    return sum(_is_closed(each) for each in connections)
+
+
+def _is_closed(descriptor: int) -> bool:
+    with contextlib.suppress(OSError):
+        connection = socket.socket(fileno=descriptor)  # no copy: there may be no descriptor left
+        try:
+            return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in CLOSED
+        finally:
+            connection.detach()
+    return False
 
 
 def _shut_down(descriptor: int) -> bool:

@@ -12,10 +12,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 
 import pytest
-from client_processes import Dealer, Hub, Process, Router
+import torch
+from client_processes import Dealer, Hub, HubOfFewFiles, Process, Router
 
+from tensorhub_plugins.core import Client
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.protocol.address import parse_address
 
@@ -26,6 +29,10 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER
 TRIES = 5
 
 
+def dial(address: str) -> socket.socket:
+    return socket.create_connection(parse_address(address, "tcp"))
+
+
 def ready(kind: bytes, identity: bytes = b"") -> bytes:
     properties = ((b"Socket-Type", kind), (b"Identity", identity))
     body = b"\x05READY" + b"".join(bytes([len(k)]) + k + len(v).to_bytes(4, "big") + v for k, v in properties)
@@ -33,11 +40,13 @@ def ready(kind: bytes, identity: bytes = b"") -> bytes:
 
 
 def greet(peer: socket.socket, kind: bytes, identity: bytes = b"") -> None:
-    peer.settimeout(20)
+    peer.settimeout(2)
     peer.sendall(GREETING + ready(kind, identity))
     received = 0
     while received < GREETING_SIZE + READY_SIZE:
-        received += len(peer.recv(1 << 10))
+        received += (more := len(peer.recv(1 << 10)))
+        if not more:
+            raise ConnectionError("it was closed")
 
 
 def reset(peer: socket.socket) -> None:
@@ -61,7 +70,7 @@ def test_a_peer_that_resets_its_connection_with_much_of_it_unread_ends_no_hub(is
     address = process.call("address")
 
     def burst() -> None:
-        peer = socket.create_connection(parse_address(address, "tcp"))
+        peer = dial(address)
         greet(peer, b"DEALER", os.urandom(16))
         peer.sendall((MESSAGE * 40 + PING) * 100)
         reset(peer)
@@ -91,3 +100,29 @@ def test_a_hub_that_resets_its_connection_with_much_of_it_unread_ends_no_worker(
             assert ends(worker, burst) == (queue_max is not None)
         finally:
             worker.close()
+
+
+def test_connections_that_are_over_keep_no_hub_from_new_ones() -> None:
+    """Where a connection has taken another one's place, which sends more, ZeroMQ keeps that one for ever."""
+    hub = Process(HubOfFewFiles, 140)
+    address = hub.call("address")
+    try:
+        with Client(address, run="r", model="m", replica="worker", transports=("tcp",)) as worker:
+            worker.publish(1, {"w": torch.ones(3)})
+            for _ in range(160):
+                identity = os.urandom(16)
+                with suppress(OSError), dial(address) as first, dial(address) as other:  # for a moment it accepts none
+                    for peer in (first, other):
+                        greet(peer, b"DEALER", identity)
+                        peer.sendall(MESSAGE)
+                        peer.recv(1)  # the hub's refusal
+                    first.sendall(MESSAGE)
+            assert worker.versions(timeout_s=30)[0].visible
+            worker.publish(2, {"w": torch.ones(3)})
+            with ExitStack() as others:
+                for n in range(5):
+                    named = {"run": "r", "model": "m", "replica": f"other-{n}", "transports": ("tcp",)}
+                    late = others.enter_context(Client(address, **named, connect_timeout_s=15))
+                    assert late.wait(timeout_s=15) == 2
+    finally:
+        hub.close()
