@@ -57,6 +57,13 @@ BARRED_MAX = 4096  # such sessions
 LOOKUP_S = 5.0  # of the name of the address to listen at
 BACKLOG = 4096  # thousands of workers connect at once when a job starts; Linux' own limit
 FILES_KEPT = 64  # for what is no worker: refused connections, requests for the status, logs
+# A connection of a host that has gone without a word would keep its file for ever.
+KEEPALIVE = (
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 60),
+    (zmq.TCP_KEEPALIVE_INTVL, 10),
+    (zmq.TCP_KEEPALIVE_CNT, 6),
+)
 FULL_AGAIN_S = 10.0  # that it is full is looked into again
 BIND_S = 10.0  # to have the port again
 FILES_FREE_MIN = 2  # ZeroMQ needs one to accept a connection, and would only fail silently
@@ -94,6 +101,8 @@ def _router(context: zmq.Context[zmq.Socket[bytes]], where: str) -> zmq.Socket[b
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise when there is no connection
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that reconnects keeps its identity at once
+    for option, value in KEEPALIVE:
+        socket.setsockopt(option, value)
     return socket
 
 
@@ -231,9 +240,6 @@ class Server(OfThisProcess):
                 if now >= next_tick:
                     self._handle(hub.Tick(), now)
                     self._check_files()
-                    if self._is_full and now - self._full_at > FULL_AGAIN_S:
-                        self._full_at = now
-                        poller = self._without_what_is_left() or poller
                     next_tick = self._hub.next_deadline(now)
                 if not self._asked.empty():
                     self._say_figures(now)
@@ -247,6 +253,8 @@ class Server(OfThisProcess):
                     self._receive_burst()
                     next_tick = min(next_tick, self._hub.next_deadline(now))  # a new deadline may be sooner
                 self._cut_off(now)
+                if why := self._why_anew(now):
+                    poller = self._listen_anew(why)
         except Exception:
             log.exception("the hub has failed")
             raise
@@ -301,13 +309,20 @@ class Server(OfThisProcess):
             )
         self._is_full = free <= (FILES_KEPT if self._is_full else FILES_FREE_MIN)
 
-    def _without_what_is_left(self) -> zmq.Poller | None:
-        """Make the socket anew where too many files are of connections that are over; workers connect again. ZeroMQ
-        (4.3.5, issue 3238) keeps one on which more came when its peer had another one in its place, until the socket is
-        closed. Return what polls it; None: it is as it was."""
-        if (count := count_left(self._strangers.hosts)) < FILES_KEPT:
-            return None
-        self._log(logging.WARNING, f"all connections are made anew: {count} files are of some that are over")
+    def _why_anew(self, now: float) -> str:
+        """Return why all connections are to be made anew; "": they stay. ZeroMQ (4.3.5, issue 3238) keeps the file of
+        one on which more came when its peer had another one in its place, until the socket is closed; and what has come
+        over one that was cut off until it is read."""
+        if self._unfinished.has_left_too_much:
+            return "too much of what was cut off is still to be read"
+        if not self._is_full or now - self._full_at <= FULL_AGAIN_S:
+            return ""
+        self._full_at, count = now, count_left(self._strangers.hosts)
+        return f"{count} files are of some that are over" if count >= FILES_KEPT else ""
+
+    def _listen_anew(self, why: str) -> zmq.Poller:
+        """Make the socket anew: workers connect again, as after a cut link. Return what polls it."""
+        self._log(logging.WARNING, f"all connections are made anew: {why}")
         self._context.destroy()
         self._unfinished.close()
         self._unfinished, deadline = Unfinished(self._clock()), Deadline.after(BIND_S)

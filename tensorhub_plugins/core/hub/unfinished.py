@@ -50,6 +50,7 @@ class Unfinished:
         self._taken: dict[int, tuple[int, int]] = {}  # frames and bytes handed over, since the connection was accepted
         self._known: dict[int, tuple[int, int, int, float]] = {}  # received and taken when nothing waited, and when
         self._size_bytes, self._sized_at, self._looked_at = math.inf, now, now
+        self._left_bytes = 0  # by those that were cut off since all was taken
         self._statm = -1  # open from the first look on: one that comes and goes would be counted now and then
 
     def accepted(self, descriptor: int, now: float) -> None:
@@ -66,6 +67,7 @@ class Unfinished:
     def cut(self, connections: Collection[int], now: float, *, is_all_taken: bool) -> list[int]:
         """Cut those of these connections, by their descriptors, of which too much waits; return them. is_all_taken: of
         what waits now nothing is whole: it can be taken when the rest has come."""
+        self._left_bytes = 0 if is_all_taken else self._left_bytes
         if now - self._sized_at < GROWN_S:
             return []
         self._sized_at, size_bytes = now, self._measure()
@@ -80,7 +82,14 @@ class Unfinished:
                 break
             of_all -= size
             found.append(each)
-        return [each for each in found if _shut_down(each)]
+        cut = [each for each in found if _shut_down(each)]
+        self._left_bytes += sum(waiting[each] for each in cut)
+        return cut
+
+    @property
+    def has_left_too_much(self) -> bool:
+        """Return whether those that were cut off have left more to be read than may wait of all."""
+        return self._left_bytes > self._bytes_max_of_all
 
     def _waiting(self, descriptor: int, now: float, *, is_all_taken: bool) -> int:
         """Return how much memory takes what has come over this connection and is still to be handed over, if it is in

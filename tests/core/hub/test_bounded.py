@@ -279,13 +279,15 @@ def running() -> Iterator[Server]:
         yield one
 
 
-CUT_OFF = "cut off a connection from 127.0.0.1"
+CUT_OFF, ANEW = "cut off a connection from 127.0.0.1", "all connections are made anew"
 
 
+@pytest.mark.parametrize("of_all", [1 << 14, 1 << 40], ids=["with what it has left", "without"])
 @pytest.mark.parametrize("count", [5000, 100], ids=["too much", "the control: as much as may wait"])
 def test_a_connection_of_which_a_busy_hub_has_too_much_to_do_is_cut_off(
-    count: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    count: int, of_all: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With what it has left to be read: that goes with the socket, and all connect again."""
     true_handle = hub.Hub.handle
 
     def busy(self: hub.Hub, event: hub.Event, now: float) -> list[hub.Effect]:
@@ -294,7 +296,8 @@ def test_a_connection_of_which_a_busy_hub_has_too_much_to_do_is_cut_off(
         return true_handle(self, event, now)
 
     monkeypatch.setattr(hub.Hub, "handle", busy)
-    monkeypatch.setattr(server, "Unfinished", partial(Unfinished, bytes_max=1 << 14, growth_bytes=-(1 << 40)))
+    limits = {"bytes_max": 1 << 14, "bytes_max_of_all": of_all, "growth_bytes": -(1 << 40)}
+    monkeypatch.setattr(server, "Unfinished", partial(Unfinished, **limits))
     with (
         start_server(limits=HubLimits(messages_per_s_max=10**9)) as running,
         peer(running.address) as worker,
@@ -303,9 +306,10 @@ def test_a_connection_of_which_a_busy_hub_has_too_much_to_do_is_cut_off(
         assert isinstance(ask(worker, hello()), m.Welcome)
         for number in range(count):
             flood.send(m.encode(m.AskStatus(number)))
-        until(lambda: count == 100 or CUT_OFF in caplog.text)
+        until(lambda: count == 100 or (CUT_OFF if of_all > 1 << 14 else ANEW) in caplog.text)
         assert isinstance(ask(worker, m.Publish(2, HELD)), m.Done)
         assert (CUT_OFF in caplog.text) == (count > 100)
+        assert (ANEW in caplog.text) == (count > 100 and of_all == 1 << 14)
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["one message of many frames", "the control: many messages"])
@@ -393,6 +397,14 @@ def test_of_many_connections_with_much_to_take_the_largest_are_cut_off() -> None
             found.append(accepted.fileno())
         assert ours.cut(found, 1.2, is_all_taken=False) == [found[1]]
         assert ours.cut([found[0], found[2]], 1.4, is_all_taken=False) == []
+        ours = Unfinished(1.0, bytes_max=100, bytes_max_of_all=800, growth_bytes=-(1 << 40))
+        stack.callback(ours.close)
+        for each in found:
+            ours.accepted(each, 1.0)
+        assert ours.cut([found[1], found[3]], 1.2, is_all_taken=False) == [found[3]] and not ours.has_left_too_much
+        assert ours.cut([found[4]], 1.4, is_all_taken=False) == [found[4]] and ours.has_left_too_much
+        assert ours.cut([], 1.41, is_all_taken=True) == []
+        assert not ours.has_left_too_much, "all was taken"
 
 
 class Frame:
