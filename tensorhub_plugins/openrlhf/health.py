@@ -45,6 +45,7 @@ class Engines:
         self.lock = threading.RLock()
         self._probes: dict[str, Any] = {}  # heartbeats that were sent and not answered yet
         self._errors: dict[str, Exception] = {}  # of last heartbeats
+        self._not_started: Exception | None = None  # of one that died without an answer; the fleet removes it
         self._checked_at = 0.0
 
     @property
@@ -60,6 +61,8 @@ class Engines:
             with self.lock:
                 members, live, refusing = self.members, self.table.able(version), self.table.refusing(version)
                 is_stuck = self.table.is_stuck(version)
+            if self._not_started is not None and not self.has_begun:
+                raise self._not_started  # for a reason that another start does not change
             is_late = time.monotonic() >= work.until(began, self.table.worked_at, START_TIMEOUT_S)
             there = [member for member in members if member.kind != "spare"]  # that is never ready
             self.has_begun = self.has_begun or is_late or all(member.answers for member in there)
@@ -70,7 +73,7 @@ class Engines:
             dead = [self._errors[member.name] for member in there if member.is_gone]
             is_last = len(dead) == len(members) and not self.has_fleet  # which would start others
             if dead and (is_last or not self.has_begun):
-                raise dead[0]  # it could not start, for a reason that another start does not change
+                raise dead[0]  # likewise, or there is nothing that would start another
             if is_late:
                 raise DeadlineExceeded(
                     "no vLLM engine answers: look into Ray's logs of them", timeout_s=START_TIMEOUT_S
@@ -117,6 +120,8 @@ class Engines:
             self._errors[member.name] = error
             self._probes.pop(member.name)
             self.rotation.failed(member, error)
+            if member.is_gone and member.kind == "first" and not member.installed_at:
+                self._not_started = error
             return
         self._probes.pop(member.name)
         self.rotation.heard(member, heartbeat)
