@@ -46,6 +46,9 @@ class EngineLauncher:
         self.places = dict(places)
         self.vacant: list[Place] = []
 
+    def settle(self, names: Collection[str]) -> None:
+        self.vacant += [self.places.pop(name) for name in self.places.keys() - names]
+
     @property
     def bundles(self) -> list[dict[str, float]]:
         """Return one for each GPU of an engine, as OpenRLHF has it."""
@@ -111,9 +114,5 @@ class EngineLauncher:
         if len(self.bundles) > 1:
             utils = await asyncio.to_thread(import_module, "openrlhf.trainer.ray.utils")
             indices = await asyncio.to_thread(utils.get_bundle_indices, group, 0, len(self.bundles))
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=group,
-            placement_group_capture_child_tasks=True,
-            placement_group_bundle_index=indices[0] if indices else 0,
-        )
-        return strategy, indices
+        bundle = indices[0] if indices else 0
+        return PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True), indices

@@ -152,6 +152,9 @@ class VerlLauncher:
             self._left.add(name)
         await self._limit()
 
+    def settle(self, names: Collection[str]) -> None:
+        """Do nothing: what a replica holds is found by its name."""
+
     def slots(self, avoid: Collection[str]) -> int:
         return placement.slots(self._bundles(), avoid=avoid) // self._nodes()
 

@@ -96,6 +96,9 @@ class Launcher:
         with contextlib.suppress(ValueError):
             ray.util.remove_placement_group(ray.util.get_placement_group(name))
 
+    def settle(self, names: Collection[str]) -> None:
+        """Do nothing: a place is found by its name."""
+
     def slots(self, avoid: Collection[str]) -> int:
         return slots([BUNDLE], avoid=avoid)
 

@@ -86,6 +86,9 @@ class Launcher:
         if handle is not None:
             ray.kill(handle)
 
+    def settle(self, names: Any) -> None:
+        """Do nothing: there are no places."""
+
     def slots(self, avoid: Any) -> int:
         return 4
 

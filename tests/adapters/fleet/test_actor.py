@@ -28,6 +28,7 @@ from tensorhub_plugins.vllm.ray.fleet.types import Member, Seen, View  # noqa: E
 class Launcher:
     def __init__(self) -> None:
         self.did: list[Any] = []
+        self.settled: list[list[str]] = []
         self.room, self.error, self.may_start = 9, "", asyncio.Event()
         self.may_start.set()
 
@@ -54,6 +55,9 @@ class Launcher:
         self.did.append(("stop", name, handle))
         if self.error:
             raise RuntimeError(self.error)
+
+    def settle(self, names: Collection[str]) -> None:
+        self.settled.append(sorted(names))
 
     def slots(self, avoid: Collection[str]) -> int:
         return self.room
@@ -210,6 +214,27 @@ def test_a_starter_that_was_lost_keeps_the_state_again(monkeypatch: pytest.Monke
         monkeypatch.setattr(ray, "get_actor", lambda name: Remote(again))
         await stage.until(lambda: again._saved)
         assert (await stage.new_actor().view()).target == 3
+
+    play(story, monkeypatch)
+
+
+def test_a_launcher_learns_once_in_each_starter_which_members_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object that knew who had left is lost with its actor."""
+
+    async def story(stage: Stage) -> None:
+        stage.launcher.room = 0
+        await stage.command(events.SetTarget(3))  # before any report: nothing is known yet
+        await stage.until(lambda: stage.actor._state.target == 3)
+        assert not stage.launcher.settled
+        await stage.report("rollout-0", "rollout-1")
+        await stage.until(lambda: stage.launcher.settled)
+        await stage.command(events.SetTarget(1))
+        await stage.report("rollout-0", "rollout-1", draining=True)
+        await stage.until(lambda: "rollout-1" in stage.actor._state.gone)
+        assert stage.launcher.settled == [["rollout-0", "rollout-1"]]
+        stage.actor._starter._actor = Starter(stage.launcher)
+        await stage.until(lambda: len(stage.launcher.settled) > 1)
+        assert stage.launcher.settled[1] == ["rollout-0"]
 
     play(story, monkeypatch)
 

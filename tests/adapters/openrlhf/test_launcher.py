@@ -157,6 +157,19 @@ def test_the_place_of_a_first_engine_is_taken_by_the_next(ray: FakeRay) -> None:
     assert one.slots(()) == 3
 
 
+@pytest.mark.parametrize(("there", "room"), [({"rollout-1"}, 3), ({"rollout-0", "rollout-1"}, 2)])
+def test_what_stands_for_a_lost_launcher_finds_the_place_of_a_first_engine_that_had_left(
+    ray: FakeRay, there: set[str], room: int
+) -> None:
+    """It had been given to another one, which ended with the launcher's actor: no engine could be started there."""
+    again = make()
+    again.settle(there)
+    again.settle(there)
+    assert again.slots(()) == room
+    engine = asyncio.run(again.start("rollout-2", 2, ()))
+    assert (engine.options["scheduling_strategy"].placement_group == SHARED) == (room == 3)
+
+
 def test_a_place_that_may_be_on_a_drained_node_is_no_room(ray: FakeRay) -> None:
     """It was counted: starts failed one after another, and those for which there was room later were put off."""
     one, ray.free = make(), 0

@@ -25,6 +25,7 @@ class Starter:
         self._starts: dict[str, asyncio.Task[Any]] = {}  # the results of those that are done are kept
         self._stops: dict[str, asyncio.Task[None]] = {}
         self._saved: Any = None
+        self._is_settled = False
 
     async def start(self, name: str, rank: int, avoid: Collection[str], spare: bool) -> bytes:
         return await self._started(name, self._launcher.start(name, rank, avoid, spare))
@@ -52,6 +53,9 @@ class Starter:
     async def save(self, state: Any) -> None:
         """Keep the fleet's state, until the next one."""
         self._saved = state
+        if state.is_known and not self._is_settled:
+            self._is_settled = True
+            self._launcher.settle(state.members.keys())
 
     async def saved(self) -> Any:
         """Return what was kept; None at the beginning."""

@@ -125,5 +125,9 @@ class Launcher(Protocol):
         Called for members of every kind, also for those whose node is lost. handle None: `start` did not return; what
         it has made is found by name. Called again if it raises; what is not there any more is no error."""
 
+    def settle(self, names: Collection[str]) -> None:
+        """Learn which members there are: of others none comes back. Called once the first ones are known: an object
+        that stands for one that was lost with its actor does not know otherwise which have left."""
+
     def slots(self, avoid: Collection[str]) -> int:
         """Return how many more replicas would fit now, without these nodes. Called in a thread."""
