@@ -64,13 +64,14 @@ class Engines:
             if self._not_started is not None and not self.has_begun:
                 raise self._not_started  # for a reason that another start does not change
             is_late = time.monotonic() >= work.until(began, self.table.worked_at, START_TIMEOUT_S)
-            there = [member for member in members if member.kind != "spare"]  # that is never ready
-            self.has_begun = self.has_begun or is_late or all(member.answers for member in there)
+            firsts = [member for member in members if member.kind == "first"]  # of others the fleet starts more
+            self.has_begun = self.has_begun or is_late or all(member.answers for member in firsts)
             if live and self.has_begun:
                 return live
             if is_stuck:
                 raise VersionRefused(replica_metrics.why_stuck({one.called: one.refusal for one in refusing}))
-            dead = [self._errors[member.name] for member in there if member.is_gone]
+            counted = members if self.has_begun else firsts
+            dead = [self._errors[member.name] for member in counted if member.is_gone]
             is_last = len(dead) == len(members) and not self.has_fleet  # which would start others
             if dead and (is_last or not self.has_begun):
                 raise dead[0]  # likewise, or there is nothing that would start another

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from tensorhub_plugins.core import VersionGone, VersionRefused, version_of  # no
 from tensorhub_plugins.openrlhf import health, routing  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, figures_of  # noqa: E402
 from tensorhub_plugins.vllm.ray import rotation  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet.types import Entry  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet.types import Entry, Kind  # noqa: E402
 from tensorhub_plugins.vllm.ray.members import DEATHS_MAX  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
@@ -482,6 +483,19 @@ def test_it_ends_the_run_when_the_fleet_has_removed_it_meanwhile(ray: FakeRay, r
     with pytest.raises(ActorDiedError):
         generator.generate_samples()
     assert ray.now < 10
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("joined", False), ("external", False), ("first", True)])
+def test_what_the_fleet_adds_and_cannot_start_does_not_end_a_run_that_begins(
+    ray: FakeRay, kind: Kind, ends: bool
+) -> None:
+    well, other = FakeEngine(), FakeEngine()
+    other.do_tensorhub_heartbeat = lambda: ActorDiedError()  # type: ignore[method-assign]
+    generator = make([well])
+    generator.engines.apply([], [Entry("rollout-0", well, "first"), Entry("rollout-1", other, kind)])
+    with pytest.raises(ActorDiedError) if ends else nullcontext():
+        generator.generate_samples()
+    assert len(well.asked) == (0 if ends else 6)
 
 
 def test_the_fleet_may_replace_one_that_had_started(ray: FakeRay) -> None:
