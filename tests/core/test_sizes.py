@@ -23,7 +23,7 @@ CEILINGS = {
     "core/security": 730,
     "core/transfer": 1_890,
     "core/transports": 7_085,
-    "openrlhf": 2_550,
+    "openrlhf": 2_565,
     "verl": 4_245,
     "vllm": 7_645,
     "vllm/doctor": 800,
