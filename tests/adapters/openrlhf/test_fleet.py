@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from tensorhub_plugins.openrlhf.partial_answers import GivenBack, Journal  # noq
 from tensorhub_plugins.openrlhf.versions import FIRST  # noqa: E402
 from tensorhub_plugins.vllm.ray import reporting, rotation  # noqa: E402
 from tensorhub_plugins.vllm.ray.actor_handles import seal  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet.types import Entry, Seen  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet.types import Entry, Kind, Seen  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
 from tensorhub_plugins.vllm.ray.members import DEATHS_MAX  # noqa: E402
 
@@ -372,3 +373,49 @@ def test_engines_that_work_for_ever_without_a_result_are_not_waited_for(
     with pytest.raises(DeadlineExceeded):
         engines.live()
     assert waited >= 50 > 10 > ray.now - began
+
+
+@pytest.mark.parametrize("replacement", ["none", "starts", "answers"])
+def test_an_engine_that_cannot_start_ends_the_run_when_it_was_removed_meanwhile(ray: FakeRay, replacement: str) -> None:
+    """The reporter sees the engines while the trainer loads its model, long before the first prompt."""
+    other, joins = FakeEngine(), FakeEngine()
+    other.do_tensorhub_heartbeat = lambda: ActorDiedError()  # type: ignore[method-assign]
+    joins.state = "well" if replacement == "answers" else "silent"
+    generator = make([other])
+    engines = generator.engines
+    for _ in range(DEATHS_MAX):
+        engines.check(wait_s=0.0)
+    assert engines.seen().seen[0].lost == "gone"
+    roster = [] if replacement == "none" else [Entry("rollout-1", joins, "joined")]
+    engines.apply(["rollout-0"], roster)
+    engines.check(wait_s=0.0)
+    with pytest.raises(ActorDiedError):
+        generator.generate_samples()
+    assert ray.now < 10
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("joined", False), ("external", False), ("first", True)])
+def test_what_the_fleet_adds_and_cannot_start_does_not_end_a_run_that_begins(
+    ray: FakeRay, kind: Kind, ends: bool
+) -> None:
+    well, other = FakeEngine(), FakeEngine()
+    other.do_tensorhub_heartbeat = lambda: ActorDiedError()  # type: ignore[method-assign]
+    generator = make([well])
+    generator.engines.apply([], [Entry("rollout-0", well, "first"), Entry("rollout-1", other, kind)])
+    with pytest.raises(ActorDiedError) if ends else nullcontext():
+        generator.generate_samples()
+    assert len(well.asked) == (0 if ends else 6)
+
+
+def test_the_fleet_may_replace_one_that_had_started(ray: FakeRay) -> None:
+    """The control: it has answered, and is lost before the first prompt."""
+    ray.now = 1.0
+    other, joins = FakeEngine(), FakeEngine()
+    generator = make([other])
+    generator.engines.check(wait_s=0.0)
+    other.do_tensorhub_heartbeat = lambda: ActorDiedError()  # type: ignore[method-assign]
+    for _ in range(DEATHS_MAX):
+        generator.engines.check(wait_s=0.0)
+    generator.engines.apply(["rollout-0"], [Entry("rollout-1", joins, "joined")])
+    generator.generate_samples()
+    assert len(joins.asked) == 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +17,6 @@ from tensorhub_plugins.core import VersionGone, VersionRefused, version_of  # no
 from tensorhub_plugins.openrlhf import health, routing  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, figures_of  # noqa: E402
 from tensorhub_plugins.vllm.ray import rotation  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet.types import Entry, Kind  # noqa: E402
-from tensorhub_plugins.vllm.ray.members import DEATHS_MAX  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
@@ -464,52 +461,6 @@ def test_an_engine_that_cannot_start_ends_the_run_at_once(ray: FakeRay) -> None:
     with pytest.raises(ActorDiedError):
         make([well, other]).generate_samples()
     assert ray.now < 10
-
-
-@pytest.mark.parametrize("replacement", ["none", "starts", "answers"])
-def test_it_ends_the_run_when_the_fleet_has_removed_it_meanwhile(ray: FakeRay, replacement: str) -> None:
-    """The reporter sees the engines while the trainer loads its model, long before the first prompt."""
-    other, joins = FakeEngine(), FakeEngine()
-    other.do_tensorhub_heartbeat = lambda: ActorDiedError()  # type: ignore[method-assign]
-    joins.state = "well" if replacement == "answers" else "silent"
-    generator = make([other])
-    engines = generator.engines
-    for _ in range(DEATHS_MAX):
-        engines.check(wait_s=0.0)
-    assert engines.seen().seen[0].lost == "gone"
-    roster = [] if replacement == "none" else [Entry("rollout-1", joins, "joined")]
-    engines.apply(["rollout-0"], roster)
-    engines.check(wait_s=0.0)
-    with pytest.raises(ActorDiedError):
-        generator.generate_samples()
-    assert ray.now < 10
-
-
-@pytest.mark.parametrize(("kind", "ends"), [("joined", False), ("external", False), ("first", True)])
-def test_what_the_fleet_adds_and_cannot_start_does_not_end_a_run_that_begins(
-    ray: FakeRay, kind: Kind, ends: bool
-) -> None:
-    well, other = FakeEngine(), FakeEngine()
-    other.do_tensorhub_heartbeat = lambda: ActorDiedError()  # type: ignore[method-assign]
-    generator = make([well])
-    generator.engines.apply([], [Entry("rollout-0", well, "first"), Entry("rollout-1", other, kind)])
-    with pytest.raises(ActorDiedError) if ends else nullcontext():
-        generator.generate_samples()
-    assert len(well.asked) == (0 if ends else 6)
-
-
-def test_the_fleet_may_replace_one_that_had_started(ray: FakeRay) -> None:
-    """The control: it has answered, and is lost before the first prompt."""
-    ray.now = 1.0
-    other, joins = FakeEngine(), FakeEngine()
-    generator = make([other])
-    generator.engines.check(wait_s=0.0)
-    other.do_tensorhub_heartbeat = lambda: ActorDiedError()  # type: ignore[method-assign]
-    for _ in range(DEATHS_MAX):
-        generator.engines.check(wait_s=0.0)
-    generator.engines.apply(["rollout-0"], [Entry("rollout-1", joins, "joined")])
-    generator.generate_samples()
-    assert len(joins.asked) == 6
 
 
 def test_a_dead_engine_is_done_without_while_others_live(ray: FakeRay) -> None:
