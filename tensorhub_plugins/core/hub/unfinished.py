@@ -50,12 +50,14 @@ class Unfinished:
         self._taken: dict[int, tuple[int, int]] = {}  # frames and bytes handed over, since the connection was accepted
         self._known: dict[int, tuple[int, int, int, float]] = {}  # received and taken when nothing waited, and when
         self._size_bytes, self._sized_at, self._looked_at = math.inf, now, now
+        self._cut: set[int] = set()  # they may still be listed for a moment
         self._left_bytes = 0  # by those that were cut off since all was taken
         self._statm = -1  # open from the first look on: one that comes and goes would be counted now and then
 
     def accepted(self, descriptor: int, now: float) -> None:
         """Count a new connection from the beginning."""
         self._taken[descriptor], self._known[descriptor] = (0, 0), (0, 0, 0, now)
+        self._cut.discard(descriptor)
 
     def took(self, frame: zmq.Frame) -> None:
         """Count a frame that was handed over."""
@@ -75,7 +77,7 @@ class Unfinished:
         if size_bytes - self._size_bytes < self._growth_bytes and now - self._looked_at < LOOK_S:
             return []
         self._size_bytes, self._looked_at = size_bytes, now
-        waiting = {each: self._waiting(each, now, is_all_taken=is_all_taken) for each in connections}
+        waiting = {each: self._waiting(each, now, is_all_taken=is_all_taken) for each in set(connections) - self._cut}
         of_all, found = sum(waiting.values()), []
         for each, size in sorted(waiting.items(), key=lambda item: -item[1]):
             if size <= self._bytes_max and of_all <= self._bytes_max_of_all:
@@ -83,6 +85,7 @@ class Unfinished:
             of_all -= size
             found.append(each)
         cut = [each for each in found if _shut_down(each)]
+        self._cut.update(cut)
         self._left_bytes += sum(waiting[each] for each in cut)
         return cut
 

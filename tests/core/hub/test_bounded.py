@@ -397,13 +397,14 @@ def test_of_many_connections_with_much_to_take_the_largest_are_cut_off() -> None
             found.append(accepted.fileno())
         assert ours.cut(found, 1.2, is_all_taken=False) == [found[1]]
         assert ours.cut([found[0], found[2]], 1.4, is_all_taken=False) == []
-        ours = Unfinished(1.0, bytes_max=100, bytes_max_of_all=800, growth_bytes=-(1 << 40))
+        ours = Unfinished(1.0, bytes_max=100, bytes_max_of_all=700, growth_bytes=-(1 << 40))
         stack.callback(ours.close)
         for each in found:
             ours.accepted(each, 1.0)
-        assert ours.cut([found[1], found[3]], 1.2, is_all_taken=False) == [found[3]] and not ours.has_left_too_much
-        assert ours.cut([found[4]], 1.4, is_all_taken=False) == [found[4]] and ours.has_left_too_much
-        assert ours.cut([], 1.41, is_all_taken=True) == []
+        assert ours.cut([found[3]], 1.2, is_all_taken=False) == [found[3]] and not ours.has_left_too_much
+        assert ours.cut([found[3]], 1.35, is_all_taken=False) == [] and not ours.has_left_too_much, "it counts once"
+        assert ours.cut([found[4]], 1.5, is_all_taken=False) == [found[4]] and ours.has_left_too_much
+        assert ours.cut([], 1.51, is_all_taken=True) == []
         assert not ours.has_left_too_much, "all was taken"
 
 
