@@ -427,7 +427,8 @@ class External:
     async def tensorhub_leave(self) -> None:
         """Stand for it no more. The server goes on."""
         self.why_not = f"{self.url} has not joined"
-        await self.tensorhub_release()
+        if not self._telling.locked():  # else it goes on by itself, later
+            await self.tensorhub_release()
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None

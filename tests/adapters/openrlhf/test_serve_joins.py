@@ -27,7 +27,7 @@ from tensorhub_plugins.core import start_server  # noqa: E402
 NAME = "external-0"
 PROMPTS_A_STEP, SAMPLES = 8, 4
 PROMPT = [10, 11, 12]
-EVALUATED, SAMPLES_EVALUATED = 8, 2
+EVALUATED = 8  # prompts
 JOB = ["--data.max_len", "256", "--rollout.max_new_tokens", "192", "--data.max_samples", "40000"]
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(2 * RUN_TIMEOUT_S)]
@@ -42,7 +42,7 @@ def job(tmp_path: Path, shared: Path) -> Iterator[Run]:
         more = {"ENGINES": "1", "TMPDIR": str(short)}
         make_data.main([str(tmp_path / "evaluation.jsonl"), "--count", str(EVALUATED)])
         evaluates = ["--eval.dataset", str(tmp_path / "evaluation.jsonl"), "--eval.steps", "3"]
-        job = [*JOB, *evaluates, "--eval.n_samples_per_prompt", str(SAMPLES_EVALUATED)]
+        job = [*JOB, *evaluates, "--eval.n_samples_per_prompt", str(SAMPLES)]
         with Run(tmp_path / "job", shared, "openrlhf_grpo", "partial", "tensorhub", *job, hub=told, **more) as run:
             run.hub, run.fleet = hub.address, Fleet(short)
             yield run
@@ -91,7 +91,7 @@ def test_a_server_joins_takes_part_and_leaves(
         asked = [
             event for event in job.events("request") if event["t"] > evaluation["t"] and event["outcome"] != "error"
         ]
-        asked = asked[: EVALUATED * SAMPLES_EVALUATED]  # nothing else is generated meanwhile
+        asked = asked[: EVALUATED * SAMPLES]  # nothing else is generated meanwhile
         if {event["worker"] for event in asked} == {"rollout-0/0", f"{NAME}/0"}:
             together += 1
             assert {tuple(event["versions"]) for event in asked} == {(evaluation["version"],) * 2}

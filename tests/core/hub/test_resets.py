@@ -18,7 +18,7 @@ import pytest
 import torch
 from client_processes import Dealer, Hub, HubOfFewFiles, Process, Router
 
-from tensorhub_plugins.core import Client
+from tensorhub_plugins.core import Client, start_server
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.protocol.address import parse_address
 
@@ -126,3 +126,18 @@ def test_connections_that_are_over_keep_no_hub_from_new_ones() -> None:
                     assert late.wait(timeout_s=15) == 2
     finally:
         hub.close()
+
+
+def test_the_connection_of_a_host_that_is_gone_without_a_word_ends_by_itself() -> None:
+    """The control: of what accepts them the system asks nothing."""
+    found = set()
+    with start_server() as hub, dial(hub.address):
+        port = parse_address(hub.address, "tcp")[1]
+        while len(found) < 2:  # accepted a moment later
+            for number in map(int, os.listdir("/proc/self/fd")):
+                with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+                    if one.family == socket.AF_INET and one.getsockname()[1] == port:
+                        asks = one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                        after_s = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+                        found.add((bool(asks), bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)), after_s))
+    assert {accepts: asks and after_s for asks, accepts, after_s in found} == {True: False, False: 60}
