@@ -102,11 +102,16 @@ class FollowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     recompute: bool = True  # after it: drop all KV of the old weights
 
 
+def start_of(given: Mapping[str, Any] | None) -> StartConfig:
+    """Return the part of the loader's configuration that says how an engine starts. UsageError: a value is wrong."""
+    mine = {key: value for key, value in (given or {}).items() if key in StartConfig.__struct_fields__}
+    return options.convert(mine, StartConfig, where="model_loader_extra_config")
+
+
 def parse(given: Mapping[str, Any] | None, vllm_config: Any) -> tuple[StartConfig, WorkerConfig | None]:
     """UsageError says which key is wrong. No WorkerConfig: the weights come from disk and the store is not asked."""
-    where, rest = "model_loader_extra_config", dict(given or {})
-    mine = {key: rest.pop(key) for key in StartConfig.__struct_fields__ if key in rest}
-    start = options.convert(mine, StartConfig, where=where)
+    where, start = "model_loader_extra_config", start_of(given)
+    rest = {key: value for key, value in (given or {}).items() if key not in StartConfig.__struct_fields__}
     if start.may_be_held and (start.follow is None or rest.get("lora")):
         raise UsageError(f'{where}: "may_be_held" is for engines that "follow" the weights: leave it out')
     timed = ("start_timeout_s",) if start.start_timeout_s is not None else ()

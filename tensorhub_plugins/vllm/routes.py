@@ -21,7 +21,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Query, Request
 from fastapi.responses import JSONResponse
 
 from tensorhub_plugins.vllm.admission import BEHIND_S, WAIT_S, Admission, furthest_behind, readiness
-from tensorhub_plugins.vllm.config import parse
+from tensorhub_plugins.vllm.config import start_of
 from tensorhub_plugins.vllm.engine.core_follower import of_all_cores, starts_in
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.names import NAME
@@ -78,8 +78,7 @@ async def release(request: Request) -> dict[str, Any]:
 async def _asked(request: Request, question: str, *given: Any) -> Any:
     """Return what the engine's follower answers to a question of `Follower.answer`."""
     config = (engine := _engine(request)).vllm_config
-    start, _ = parse(config.load_config.model_loader_extra_config, config)
-    if not start.may_be_held:
+    if not start_of(config.load_config.model_loader_extra_config).may_be_held:
         raise HTTPException(403, "set may_be_held to true, beside follow, in this server's --model-loader-extra-config")
     if config.parallel_config.data_parallel_size > 1:
         raise HTTPException(403, "several engines answer at this address: start one")

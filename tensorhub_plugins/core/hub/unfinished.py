@@ -28,7 +28,7 @@ FRAME_SIZE_BYTES, HEADER_SIZE_BYTES = 200, 2  # beside its contents: in memory, 
 GROWTH_BYTES = 64 << 20
 GROWN_S, LOOK_S = 0.1, 600.0  # between two looks at this process's size, and at all connections
 RECEIVED = struct.Struct("=128xQ")  # of Linux' struct tcp_info, since 4.1: tcpi_bytes_received
-CLOSED = (7, 8)  # of its first byte, tcpi_state: TCP_CLOSE, TCP_CLOSE_WAIT
+CLOSED = (b"\x07", b"\x08")  # of its first byte, tcpi_state: TCP_CLOSE, TCP_CLOSE_WAIT
 SRCFD = int(zmq.SRCFD)
 
 
@@ -122,26 +122,26 @@ class Unfinished:
         self._statm = -1
 
 
-def _received(descriptor: int) -> int:
-    """Return how many bytes have come over this connection; 0: that is unknown, or it is over."""
-    with contextlib.suppress(OSError, struct.error), socket.socket(fileno=os.dup(descriptor)) as connection:
-        return int(RECEIVED.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED.size))[0])
-    return 0
-
-
 def count_left(connections: Collection[int]) -> int:
     """Return how many of these connections, by their descriptors, were closed by their peers and are open here."""
-    return sum(_is_closed(each) for each in connections)
+    return sum(_tcp_info(each)[:1] in CLOSED for each in connections)
 
 
-def _is_closed(descriptor: int) -> bool:
+def _received(descriptor: int) -> int:
+    """Return how many bytes have come over this connection; 0: that is unknown, or it is over."""
+    info = _tcp_info(descriptor)
+    return int(RECEIVED.unpack(info)[0]) if len(info) == RECEIVED.size else 0
+
+
+def _tcp_info(descriptor: int) -> bytes:
+    """Return what the system says of a connection; b"": it is over. For a copy there may be no descriptor left."""
     with contextlib.suppress(OSError):
-        connection = socket.socket(fileno=descriptor)  # no copy: there may be no descriptor left
+        connection = socket.socket(fileno=descriptor)
         try:
-            return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in CLOSED
+            return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED.size)
         finally:
             connection.detach()
-    return False
+    return b""
 
 
 def _shut_down(descriptor: int) -> bool:

@@ -240,13 +240,13 @@ def _follow(core: Any, caches: Caches, vllm_config: Any) -> None:
         here = _follow_adapters(core, whole, joining, how, wait_s=start.wait_s)
     elif alone:
         here = CoreFollower(whole, joining, how)
+        if start.may_be_held:
+            core.tensorhub_ask = here.ask
     elif parallel.data_parallel_rank == 0:
         here = CoreFollower(FirstRank(whole, store_of(core), parallel.data_parallel_size), joining, how)
     else:
         here = OtherRank(whole, store_of(core), parallel.data_parallel_rank, joining, start)
     core.tensorhub_starts, core.tensorhub_label = whole.starts, whole.relabel
-    if start.may_be_held and isinstance(here, CoreFollower) and alone:
-        core.tensorhub_ask = here.ask
     _begin(core, here)
 
 

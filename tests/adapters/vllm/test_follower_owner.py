@@ -230,6 +230,16 @@ async def test_an_engine_that_is_held_stays_with_its_version() -> None:
     following.cancel()
 
 
+async def test_an_engine_that_follows_no_pins_does_not_stay_with_one() -> None:
+    """It took work with a version of a former attempt while one was pinned. The control follows them."""
+    free, pinned = follower(FakeEngine(), pins=False), follower(FakeEngine())
+    for one in (free, pinned):
+        one.of_hub = lambda: {"why_not": "", "pinned": 1, "attempt": 2}  # type: ignore[method-assign]
+        await one.update(1)
+    assert not free.status_now().stays and "waits for the first of attempt 2" in free.status_now().why_not
+    assert pinned.status_now().stays and not pinned.status_now().why_not
+
+
 async def test_a_hold_for_a_while_ends_by_itself_unless_it_is_renewed() -> None:
     """A client that has asked over HTTP may be gone."""
     engine = FakeEngine()
@@ -248,6 +258,7 @@ async def test_a_hold_for_a_while_ends_by_itself_unless_it_is_renewed() -> None:
     assert one.is_held
     await one.hold(0, 0.01)
     await one.release()
+    assert one._lapse is None, "nothing is left to end"
     await one.hold(0)
     await asyncio.sleep(0.05)
     assert one.is_held, "what was released does not end the next one"

@@ -84,6 +84,8 @@ def test_what_no_engine_could_apply_is_not_published(given: Any, config: Any, wo
         ({"lora": "actor"}, {}, "not as the model"),
         ({"lora": NAME}, {"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"lora": NAME}, {"data_parallel_size": 2}, "share experts"),
+        ({"lora": NAME, "follow": "now", "may_be_held": True}, {}, 'for engines that "follow" the weights'),
+        ({"may_be_held": True}, {}, 'for engines that "follow" the weights'),
     ],
 )
 def test_an_engine_that_cannot_take_adapters_is_refused(given: Any, changes: Any, words: str) -> None:
