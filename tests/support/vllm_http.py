@@ -53,6 +53,7 @@ class Fake:
         self.used: set[Any] = set()  # connections: a second request on one finds that it was closed meanwhile
         self.on_request: Callable[[], None] | None = None
         self.holds: list[tuple[str, int]] | None = []  # what it was told; None: it may not be held
+        self.odd_hold = ""  # what it answers then
         self.go = asyncio.Event()
         self.reached = asyncio.Event()
         self.asked: list[dict[str, Any]] = []
@@ -84,6 +85,8 @@ class Fake:
         action, version = request.match_info["action"], int(request.query.get("version", 0))
         assert action == "release" or 0 < float(request.query["for_s"]) < 600.0
         self.holds.append((action, version))
+        if self.odd_hold:
+            return web.Response(text=self.odd_hold, content_type="application/json")
         return web.json_response({"version": version or self.status["following"]["version"]})
 
     async def sends_elsewhere(self, request: web.Request) -> web.Response:

@@ -31,7 +31,7 @@ import zmq
 
 from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.deadline import Deadline
-from tensorhub_plugins.core.errors import DeadlineExceeded, ProtocolError, UsageError
+from tensorhub_plugins.core.errors import DeadlineExceeded, ProtocolError, TensorHubError, UsageError
 from tensorhub_plugins.core.hub import hub
 from tensorhub_plugins.core.hub.limits import SESSIONS_MAX, HubLimits
 from tensorhub_plugins.core.hub.metrics import Metric, hub_figure, metrics
@@ -65,7 +65,7 @@ KEEPALIVE = (
     (zmq.TCP_KEEPALIVE_CNT, 6),
 )
 FULL_AGAIN_S = 10.0  # that it is full is looked into again
-BIND_S = 10.0  # to have the port again
+AGAIN_S = 0.1  # to try to listen again
 FILES_FREE_MIN = 2  # ZeroMQ needs one to accept a connection, and would only fail silently
 FIGURES_TIMEOUT_S = 5.0  # for the hub's thread to say what it measures: it looks ten times a second
 DEAF_S_MIN = 1.0  # for which something was left to read, normally a tenth of that: we were stopped, starved or swamped
@@ -325,16 +325,16 @@ class Server(OfThisProcess):
         self._log(logging.WARNING, f"all connections are made anew: {why}")
         self._context.destroy()
         self._unfinished.close()
-        self._unfinished, deadline = Unfinished(self._clock()), Deadline.after(BIND_S)
-        while True:
+        self._unfinished = Unfinished(self._clock())
+        while not self._stop.is_set():
             try:
                 self._listen(self.address, self._keys)
                 return self._poller()
-            except UsageError:  # another process may have had the port for a moment
-                self._context.destroy()
-                if deadline.expired:
-                    raise
-                time.sleep(0.1)
+            except (TensorHubError, zmq.ZMQError, OSError, RuntimeError) as error:
+                self._context.destroy()  # others may have had the port, or the files, for a moment
+                self._log(logging.WARNING, f"the hub cannot listen, and tries again: {error}")
+                self._stop.wait(AGAIN_S)
+        return zmq.Poller()
 
     def _poller(self) -> zmq.Poller:
         poller = zmq.Poller()

@@ -456,21 +456,21 @@ class Follower:
         UpdateFailed when it cannot; one that is broken goes on following then, to be repaired."""
         version = bounded(version, self.until)
         self.is_held = True  # at once: a `release` that comes while this waits is of this
-        async with self._one_update:
-            if not self.is_held:
-                raise UpdateFailed(f"{self.worker} was released before it was held", phase="hold")
-            self._end_lapse()
-            try:
+        try:
+            async with self._one_update:
+                if not self.is_held:
+                    raise UpdateFailed(f"{self.worker} was released before it was held", phase="hold")
+                self._end_lapse()
                 if version and (self.is_broken or self.version != version):
                     await self.update(version)
                 if self.is_broken:
                     raise UpdateFailed(f"{self.worker} has no whole weights now", version=self.version, phase="hold")
                 return self.version
-            finally:
-                if self.is_broken:
-                    await self.release()
-                elif for_s is not None:
-                    self._lapse = asyncio.create_task(self._release_after(for_s))
+        finally:
+            if self.is_broken:
+                await self.release()
+            elif for_s is not None and self.is_held and self._lapse is None:
+                self._lapse = asyncio.create_task(self._release_after(for_s))
 
     async def release(self) -> None:
         self._end_lapse()

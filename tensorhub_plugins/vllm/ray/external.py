@@ -98,6 +98,12 @@ class About(TypedDict):
     by_hand: bool
 
 
+class Held(TypedDict):
+    """At which version a server stays."""
+
+    version: Annotated[int, msgspec.Meta(ge=1)]
+
+
 class Starts(TypedDict):
     """Where the versions of an answer start; None: it cannot be told."""
 
@@ -169,6 +175,7 @@ class External:
         self._aborted: set[str] = set()
         self._watch: asyncio.Task[None] | None = None  # once it has joined
         self._held, self._hold_at = 0, 0.0  # at which version, for an evaluation; and when to tell it again
+        self._has_asked = False  # for a hold, and for no release since
         self._telling = asyncio.Lock()  # a hold that comes after its release would last
         self._open = AsyncExitStack()
         self._store: Client
@@ -287,7 +294,7 @@ class External:
                 with suppress(aiohttp.ClientError, asyncio.TimeoutError, ValueError):
                     await self._get("health", parse=False)
                     self._heard_at = time.monotonic()
-            except (aiohttp.ClientError, ValueError, ServerLost) as error:
+            except (aiohttp.ClientError, ValueError, RecursionError, ServerLost) as error:
                 logger.debug("%s: %s", self.url, error)
             if self.silent_s > self.timeout_s:
                 self._end_streams()
@@ -333,10 +340,10 @@ class External:
             return self._held
 
     async def tensorhub_release(self) -> None:
-        """Have it go on to new versions, if it was held."""
+        """Have it go on to new versions, if it was to be held."""
         async with self._telling:
-            if self._held:
-                self._held = 0
+            self._held, has_asked, self._has_asked = 0, self._has_asked, False
+            if has_asked:  # even if that failed: the server may install it still
                 with suppress(ServerLost):  # it goes on by itself, later
                     await self._post("release", PROBE_TIMEOUT_S)
 
@@ -347,8 +354,15 @@ class External:
                 await self._hold(self._held, PROBE_TIMEOUT_S)
 
     async def _hold(self, version: int, timeout_s: float) -> int:
-        self._hold_at = time.monotonic() + HOLD_AGAIN_S
-        return int((await self._post("hold", timeout_s, version=version, for_s=HOLD_S))["version"])
+        self._hold_at, self._has_asked = time.monotonic() + HOLD_AGAIN_S, True
+        told = await self._post("hold", timeout_s, version=version, for_s=HOLD_S)
+        try:
+            held = msgspec.convert(told, Held)["version"]
+        except msgspec.ValidationError as error:
+            raise ServerLost(f"{self.url} answers as something else: {error}", peer=self.url) from error
+        if version not in (0, held):
+            raise ServerLost(f"{self.url} is held at version {held}, and not at {version}", peer=self.url)
+        return held
 
     async def _post(self, action: str, timeout_s: float, **told: float) -> Any:
         timeout, url = aiohttp.ClientTimeout(total=timeout_s), f"{self.url}/v1/{ROUTE}/{action}"
@@ -358,7 +372,7 @@ class External:
                     raise ServerLost(f"{self.url} cannot be held: {(await reply.text())[:500]}", peer=self.url)
                 _raise_for_status(reply)
                 return await reply.json()
-        except (*ANSWER_ERRORS, aiohttp.ClientError, asyncio.TimeoutError) as error:
+        except (*ANSWER_ERRORS, aiohttp.ClientError, asyncio.TimeoutError, RuntimeError) as error:  # it has left, too
             raise ServerLost(f"{self.url}: {error or type(error).__name__}", peer=self.url) from error
 
     def check(self) -> None:

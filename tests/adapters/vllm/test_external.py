@@ -309,6 +309,34 @@ def test_one_that_is_held_for_an_evaluation_answers_from_one_version(
     play(story)
 
 
+ODD = ['{"version": 4}', "{}", "[]", "null", '{"version": null}', '{"version": 0}', "Infinity", "[" * 20_000, "x"]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=range(len(ODD)))
+def test_an_odd_answer_to_a_hold_is_a_lost_server_and_it_is_watched_on(
+    odd: str, play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the evaluation with an error that nobody expects, or, at a renewal, the watch of the server."""
+    monkeypatch.setattr(external, "HOLD_AGAIN_S", 0.02)
+
+    async def story(fake: Fake, other: External) -> None:
+        await other.join()
+        assert await other.tensorhub_hold(3) == 3
+        fake.odd_hold, told = odd, len(fake.holds or ())
+        await _until(lambda: len(fake.holds or ()) > told + 1)  # it has gone on after one
+        fake.status = status(version=5)
+        await _until(lambda: other.status.version == 5)
+        with pytest.raises(ServerLost):
+            await other.tensorhub_hold(3)
+        await other.tensorhub_release()
+        assert fake.holds is not None and fake.holds[-1] == ("release", 0), "what came of it there is not known"
+        await other.tensorhub_leave()
+        with pytest.raises(ServerLost):
+            await other.tensorhub_hold(3)
+
+    play(story)
+
+
 def test_a_server_that_refuses_its_first_version_joins_with_its_reason(play: Any) -> None:
     async def story(fake: Fake, other: External) -> None:
         fake.status = status(version=0, refusal=[4, "no tensor 'a'"])

@@ -264,6 +264,30 @@ async def test_a_hold_for_a_while_ends_by_itself_unless_it_is_renewed() -> None:
     assert one.is_held, "what was released does not end the next one"
 
 
+async def test_a_hold_for_a_while_that_is_given_up_while_it_waits_ends_too() -> None:
+    """The control: one that is released in its update leaves nothing that ends the next one."""
+    gate = Gate()
+    one = follower(FakeEngine(), gate=gate, newest=5)
+    await one.update(1)
+    for gives_up in (True, False):
+        await one.enter("prompt", 1)
+        one._asked_with = one.version
+        update = asyncio.create_task(one.take(one.version + 1) if gives_up else one.hold(one.version + 1, 60.0))
+        while not gate.is_closed:
+            await asyncio.sleep(0)
+        if gives_up:
+            held = asyncio.create_task(one.hold(0, 0.01))
+            await asyncio.sleep(0)
+            held.cancel()
+        else:
+            await one.release()
+        await one.leave("prompt")
+        await update
+        while one.is_held:
+            await asyncio.sleep(0.001)
+    assert one._lapse is None
+
+
 async def test_a_hold_that_fails_ends_by_itself_too() -> None:
     engine = FakeEngine()
     one = follower(engine, newest=5, until=9)

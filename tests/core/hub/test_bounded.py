@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -319,6 +320,26 @@ def test_a_connection_of_which_a_busy_hub_has_too_much_to_do_is_cut_off(
         assert isinstance(ask_again(worker, m.Publish(2, HELD)), m.Done)
         assert (CUT_OFF in caplog.text) == (count > 100)
         assert (ANEW in caplog.text) == (count > 100 and of_all == 1 << 14)
+
+
+def test_a_hub_that_lacks_files_as_it_makes_its_socket_anew_tries_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended for good, with its records; so it did where another process had its port for long."""
+    with start_server() as running, peer(running.address) as worker:
+        assert isinstance(ask(worker, hello()), m.Welcome)
+        true_router, failures = server._router, iter([zmq.ZMQError(errno.EMFILE), OSError(errno.EMFILE, "files")])
+
+        def router(*given: Any) -> zmq.Socket[bytes]:
+            for failure in failures:
+                raise failure
+            return true_router(*given)
+
+        monkeypatch.setattr(server, "_router", router)
+        whys = iter(["the test says so"])
+        monkeypatch.setattr(server.Server, "_why_anew", lambda self, now: next(whys, ""))
+        until(lambda: caplog.text.count("cannot listen, and tries again") == 2)
+        assert isinstance(ask_again(worker, m.Publish(2, HELD)), m.Done) and running.is_alive()
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["one message of many frames", "the control: many messages"])
