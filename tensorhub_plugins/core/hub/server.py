@@ -37,7 +37,7 @@ from tensorhub_plugins.core.hub.limits import SESSIONS_MAX, HubLimits
 from tensorhub_plugins.core.hub.metrics import Metric, hub_figure, metrics
 from tensorhub_plugins.core.hub.names import Names, public_name
 from tensorhub_plugins.core.hub.rates import Rates
-from tensorhub_plugins.core.hub.unfinished import Unfinished, count_left
+from tensorhub_plugins.core.hub.unfinished import Unfinished
 from tensorhub_plugins.core.process_lifetime import ForeignPort, OfThisProcess, files_left, raise_files_max
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import check_address, is_loopback, new_session, parse_address, resolve
@@ -165,7 +165,6 @@ class Server(OfThisProcess):
         self._sessions_max = min(SESSIONS_MAX, max(1, files_left(self._files_max) - FILES_KEPT))
         self._hub, self._is_caught_up, self._caught_up_at = self._new_hub(clock()), True, clock()  # see `_now`
         self._names, self._rates = Names(), Rates(self._limits.messages_per_s_max)
-        self._unfinished = Unfinished(clock())
         self._unreachable: list[hub.Received] = []  # Byes for workers that have ended without sending one
         self._failures: dict[bytes, int] = {}  # by session
         self._stop, self._asked = threading.Event(), SimpleQueue[Future[list[Metric]]]()
@@ -199,7 +198,8 @@ class Server(OfThisProcess):
         except zmq.ZMQError as error:
             raise UsageError(f"the hub cannot listen on {address}: {error}; choose another address or port") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._port = ForeignPort(parse_address(self.address, "tcp")[1])  # a child would accept and never serve
+        port = parse_address(self.address, "tcp")[1]
+        self._port, self._unfinished = ForeignPort(port), Unfinished(self._clock(), port)  # of a child: never served
 
     def close(self) -> None:
         """Stop the hub; closing twice is fine."""
@@ -317,7 +317,7 @@ class Server(OfThisProcess):
             return "too much of what was cut off is still to be read"
         if not self._is_full or now - self._full_at <= FULL_AGAIN_S:
             return ""
-        self._full_at, count = now, count_left(self._strangers.hosts)
+        self._full_at, count = now, self._unfinished.count_left(self._strangers.hosts)
         return f"{count} files are of some that are over" if count >= FILES_KEPT else ""
 
     def _listen_anew(self, why: str) -> zmq.Poller:
@@ -325,7 +325,6 @@ class Server(OfThisProcess):
         self._log(logging.WARNING, f"all connections are made anew: {why}")
         self._context.destroy()
         self._unfinished.close()
-        self._unfinished = Unfinished(self._clock())
         while not self._stop.is_set():
             try:
                 self._listen(self.address, self._keys)

@@ -35,17 +35,20 @@ SRCFD = int(zmq.SRCFD)
 class Unfinished:
     """Counts what comes over each connection, by its descriptor. Only the hub's thread uses it.
 
-    bytes_max, bytes_max_of_all: of memory that takes what was received and not handed over, of one connection and of
-    all. growth_bytes: of this process, before it looks again."""
+    port: the hub's: a descriptor may have become another socket's of this process. bytes_max, bytes_max_of_all: of
+    memory that takes what was received and not handed over, of one connection and of all. growth_bytes: of this
+    process, before it looks again."""
 
     def __init__(
         self,
         now: float,
+        port: int,
         *,
         bytes_max: int = WAITING_BYTES_MAX,
         bytes_max_of_all: int = WAITING_BYTES_MAX_OF_ALL,
         growth_bytes: int = GROWTH_BYTES,
     ) -> None:
+        self._port = port
         self._bytes_max, self._bytes_max_of_all, self._growth_bytes = bytes_max, bytes_max_of_all, growth_bytes
         self._taken: dict[int, tuple[int, int]] = {}  # frames and bytes handed over, since the connection was accepted
         self._known: dict[int, tuple[int, int, int, float]] = {}  # received and taken when nothing waited, and when
@@ -84,7 +87,7 @@ class Unfinished:
                 break
             of_all -= size
             found.append(each)
-        cut = [each for each in found if _shut_down(each)]
+        cut = [each for each in found if self._shut_down(each)]
         self._cut.update(cut)
         self._left_bytes += sum(waiting[each] for each in cut)
         return cut
@@ -94,10 +97,14 @@ class Unfinished:
         """Return whether those that were cut off have left more to be read than may wait of all."""
         return self._left_bytes > self._bytes_max_of_all
 
+    def count_left(self, connections: Collection[int]) -> int:
+        """Return how many of these connections, by their descriptors, were closed by their peers and are open here."""
+        return sum(self._tcp_info(each)[:1] in CLOSED for each in connections)
+
     def _waiting(self, descriptor: int, now: float, *, is_all_taken: bool) -> int:
         """Return how much memory takes what has come over this connection and is still to be handed over, if it is in
         frames like those that were."""
-        received, (frames, taken) = _received(descriptor), self._taken.get(descriptor, (0, 0))
+        received, (frames, taken) = self._received(descriptor), self._taken.get(descriptor, (0, 0))
         received_before, frames_before, taken_before, since = self._known.setdefault(descriptor, (0, 0, 0, now))
         waiting = received - received_before - (taken - taken_before)
         if is_all_taken and frames != frames_before and waiting <= self._bytes_max:
@@ -106,6 +113,30 @@ class Unfinished:
         waiting = max(0, waiting - int(BESIDE_BYTES_PER_S * (now - since)))
         count = frames - frames_before
         return waiting + waiting * FRAME_SIZE_BYTES * count // max(1, taken - taken_before + HEADER_SIZE_BYTES * count)
+
+    def _received(self, descriptor: int) -> int:
+        """Return how many bytes have come over this connection; 0: that is unknown, or it is over."""
+        info = self._tcp_info(descriptor)
+        return int(RECEIVED.unpack(info)[0]) if len(info) == RECEIVED.size else 0
+
+    def _tcp_info(self, descriptor: int) -> bytes:
+        """Return what the system says of a connection; b"": it is over. For a copy there may be no descriptor left."""
+        with contextlib.suppress(OSError):
+            connection = socket.socket(fileno=descriptor)
+            try:
+                if connection.getsockname()[1:2] == (self._port,):
+                    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED.size)
+            finally:
+                connection.detach()
+        return b""
+
+    def _shut_down(self, descriptor: int) -> bool:
+        """Shut down a connection of ZeroMQ's, which then frees what it has of it; return whether it was still there."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.getsockname()[1:2] == (self._port,):
+                connection.shutdown(socket.SHUT_RDWR)
+                return True
+        return False
 
     def _measure(self) -> int:
         """Return the memory that this process has; 0: unknown."""
@@ -120,33 +151,3 @@ class Unfinished:
         if self._statm >= 0:
             os.close(self._statm)
         self._statm = -1
-
-
-def count_left(connections: Collection[int]) -> int:
-    """Return how many of these connections, by their descriptors, were closed by their peers and are open here."""
-    return sum(_tcp_info(each)[:1] in CLOSED for each in connections)
-
-
-def _received(descriptor: int) -> int:
-    """Return how many bytes have come over this connection; 0: that is unknown, or it is over."""
-    info = _tcp_info(descriptor)
-    return int(RECEIVED.unpack(info)[0]) if len(info) == RECEIVED.size else 0
-
-
-def _tcp_info(descriptor: int) -> bytes:
-    """Return what the system says of a connection; b"": it is over. For a copy there may be no descriptor left."""
-    with contextlib.suppress(OSError):
-        connection = socket.socket(fileno=descriptor)
-        try:
-            return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED.size)
-        finally:
-            connection.detach()
-    return b""
-
-
-def _shut_down(descriptor: int) -> bool:
-    """Shut down a connection of ZeroMQ's, which then frees what it has of it; return whether it was still there."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
-        return True
-    return False
