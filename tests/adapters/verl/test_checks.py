@@ -18,7 +18,7 @@ import torch  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from tensorhub_plugins.verl import checks, config, doctor, driver  # noqa: E402
+from tensorhub_plugins.verl import checks, composing, config, doctor, driver  # noqa: E402
 from tensorhub_plugins.vllm.command_line import words_of  # noqa: E402
 from tensorhub_plugins.vllm.model_size import elements_of  # noqa: E402
 from tensorhub_plugins.vllm.outlook import Model, Outlook  # noqa: E402
@@ -47,7 +47,7 @@ MERGED = "actor_rollout_ref.model.lora.merge=true"
 
 @functools.cache
 def default(*command):
-    return doctor.compose(words_of(command, doctor.COMMANDS, "verl.trainer.main_ppo"), Outlook())
+    return composing.compose(words_of(command, composing.COMMANDS, "verl.trainer.main_ppo"), Outlook())
 
 
 def unlocked(root):
@@ -57,7 +57,7 @@ def unlocked(root):
 
 
 def composed(arguments):
-    """What doctor.compose gives, without reading all of verl's files once more."""
+    """What composing.compose gives, without reading all of verl's files once more."""
     command = [argument for argument in arguments if "=" not in argument]
     given = [argument.removeprefix("+") for argument in arguments if "=" in argument]
     return OmegaConf.unsafe_merge(unlocked(default(*command)), OmegaConf.from_dotlist(given))

@@ -9,7 +9,7 @@ pytest.importorskip("verl", reason="its configuration is read")
 
 from tensorhub_plugins.core import UsageError, start_server  # noqa: E402
 from tensorhub_plugins.core.cli import main as command  # noqa: E402
-from tensorhub_plugins.verl import checks, config, doctor, stock  # noqa: E402
+from tensorhub_plugins.verl import checks, composing, config, doctor, stock  # noqa: E402
 from tensorhub_plugins.vllm.command_line import folder_of, words_of  # noqa: E402
 from tensorhub_plugins.vllm.outlook import Outlook, count  # noqa: E402
 from tensorhub_plugins.vllm.ray import hub as ray_hub  # noqa: E402
@@ -73,7 +73,7 @@ def job(tmp_path):
 
 
 def composed(arguments):
-    return doctor.compose(words_of(arguments, doctor.COMMANDS, stock.RUN), Outlook())
+    return composing.compose(words_of(arguments, composing.COMMANDS, stock.RUN), Outlook())
 
 
 def looked(arguments):
@@ -417,8 +417,8 @@ def test_engines_are_counted_as_verl_counts_them(mode, places, nodes, gpus, para
     """By the replicas that verl's own manager makes."""
     more = [f"{places}.nnodes={nodes}", f"{places}.n_gpus_per_node={gpus}"]
     line = [*mode, *PULL, *job, *more, f"{ROLLOUT}.tensor_model_parallel_size={parallel}"]
-    words = words_of(line, doctor.COMMANDS, stock.RUN)
-    root = doctor.compose(words, Outlook())
+    words = words_of(line, composing.COMMANDS, stock.RUN)
+    root = composing.compose(words, Outlook())
     ours = checks.engines_of(root)
     theirs = stock.engines(stock.command_of(words.command, root))
     assert [replica.world_size for replica in theirs] == [ours.gpus] * ours.number
@@ -436,10 +436,10 @@ def test_gpus_of_reward_models_and_teachers_are_counted(job):
     ]
     words = words_of(
         [*SEPARATE, *PULL, *job, *more, "distillation.enabled=True", "distillation.nnodes=2"],
-        doctor.COMMANDS,
+        composing.COMMANDS,
         stock.RUN,
     )
-    root = doctor.compose(words, Outlook())
+    root = composing.compose(words, Outlook())
     said = checks.check_engines(root)
     assert said == (
         "GPUs: 36 are needed (8 for the trainer, 4 for 2 engines of 2, 8 for reward models, 16 for teachers)"
