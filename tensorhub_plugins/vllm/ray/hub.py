@@ -1,7 +1,7 @@
 """The hub that a run brings along: an actor on Ray's head node, on a fixed port, restarted by Ray without limit.
 
-Its state is soft: after kill -9 it comes back at the same address and every worker tells it again what it holds; no
-other process is restarted.
+Its state is soft: after kill -9, or where it has failed by itself, it comes back at the same address and every worker
+tells it again what it holds; no other process is restarted.
 
 It has a secret that is never shown: the processes of the job ask the actor for it (secret.py), and people find it in
 a file on the head node. Where the environment or Ray's own token names one, that is it.
@@ -22,6 +22,7 @@ from tensorhub_plugins.vllm.ray.config import node_address
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head node only
 CONNECT_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 300.0  # an actor's process on a busy machine: a minute; placing it on a cluster that scales: more
+ALIVE_CHECK_S = 1.0
 ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
 
 
@@ -88,6 +89,7 @@ def _hub_class() -> type:
         def __init__(self, host: str, port: int, secret: str, file: str) -> None:
             from contextlib import suppress
             from pathlib import Path
+            from threading import Thread
 
             from tensorhub_plugins.core import Keys, UsageError, record, start_server, write_secret
 
@@ -99,6 +101,15 @@ def _hub_class() -> type:
             with suppress(UsageError):  # it has been started again
                 write_secret(Path(file), keys)
             record("hub", worker="hub", address=self.server.address, secret_file=file)
+            Thread(target=self._end_with_it, daemon=True).start()
+
+        def _end_with_it(self) -> None:
+            import os
+            import time
+
+            while self.server.is_alive():
+                time.sleep(ALIVE_CHECK_S)
+            os._exit(1)  # Ray starts it again
 
         def address(self) -> str:
             return str(self.server.address)
