@@ -23,8 +23,11 @@ from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.moves import Move, Paced, check_cover, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tied import LiveTensors
+from tensorhub_plugins.core.transfer.runner import AtWork
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+
+COMPARED_AT_ONCE = 256  # segments that may be in place, between two looks at the clock and reports that work is done
 
 
 class LiveMemory:
@@ -159,7 +162,7 @@ class Destinations:
         return slab
 
     def missing(
-        self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...], planned: Sequence[Move]
+        self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...], planned: Sequence[Move], at_work: AtWork
     ) -> tuple[int, ...]:
         """Return those that are not in place already, by their digests; the others are served from now on."""
         slab = self.slabs[key.shard]
@@ -173,7 +176,7 @@ class Destinations:
             hoped = needed
         else:
             hoped = tuple(segment for segment in needed if contents.get(segment) == manifest.digest(segment))
-        in_place = self._present(slab, manifest, planned, hoped) if hoped else frozenset()
+        in_place = self._present(slab, manifest, planned, hoped, at_work) if hoped else frozenset()
         for segment in sorted(in_place):
             self.verified(key.shard, segment)
         missing = tuple(segment for segment in needed if segment not in in_place)
@@ -181,19 +184,28 @@ class Destinations:
         if bases is None:
             return missing
         self._bases[key.shard] = bases
-        copied = frozenset(filter(bases.copy_equal, until(self.deadline, missing, 1)))
+        copied = frozenset(filter(bases.copy_equal, until(self.deadline, at_work(missing), 1)))
         for segment in sorted(copied):
             self.verified(key.shard, segment)
         return tuple(segment for segment in missing if segment not in copied)
 
     def _present(
-        self, slab: Slab, manifest: Manifest, planned: Sequence[Move], hoped: tuple[int, ...]
+        self,
+        slab: Slab,
+        manifest: Manifest,
+        planned: Sequence[Move],
+        hoped: tuple[int, ...],
+        at_work: AtWork,
     ) -> frozenset[int]:
         """Return those of these segments whose bytes in the slab have the right digest."""
         if slab.specs != manifest.tensors:
-            return frozenset(filter(ReadPlan(manifest, slab, planned).is_there, until(self.deadline, hoped, 1)))
-        every = len(hoped) == manifest.segment_count  # these are digested by several threads
-        return frozenset(hoped) - frozenset(slab.damaged(manifest, None if every else hoped, deadline=self.deadline))
+            is_there = ReadPlan(manifest, slab, planned).is_there
+            return frozenset(filter(is_there, until(self.deadline, at_work(hoped), 1)))
+        if len(hoped) == manifest.segment_count:  # these are digested by several threads
+            return frozenset(hoped) - frozenset(slab.damaged(manifest, deadline=self.deadline))
+        some_at_a_time = (hoped[first : first + COMPARED_AT_ONCE] for first in range(0, len(hoped), COMPARED_AT_ONCE))
+        damaged = (slab.damaged(manifest, some, deadline=self.deadline) for some in at_work(some_at_a_time))
+        return frozenset(hoped).difference(*damaged)
 
     def bases(self, shard: int) -> Bases | None:
         return self._bases.get(shard)

@@ -11,11 +11,11 @@ import logging
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 from typing_extensions import assert_never
@@ -39,8 +39,17 @@ from tensorhub_plugins.core.types import ShardKey, printable
 
 log = logging.getLogger("tensorhub.client")
 
+T = TypeVar("T")
+
 LOOK_S = 0.02  # between two checks of all readers: with hundreds of them a check is as expensive as a segment
+RENEW_S = 0.1  # between two reports that work is done here
 OPENING_S = 0.2  # for a reader that was not asked for bytes: it may be decoding a manifest, and writes nothing
+
+
+class AtWork(Protocol):
+    """Yields these items, and notes that work is done between them."""
+
+    def __call__(self, items: Iterable[T], /) -> Iterator[T]: ...
 
 
 class Hub(Protocol):
@@ -73,10 +82,10 @@ class Destinations(Protocol):
         tensors do not fit."""
 
     def missing(
-        self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...], planned: Sequence[Move]
+        self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...], planned: Sequence[Move], at_work: AtWork
     ) -> tuple[int, ...]:
         """Return those of these segments that are to be read: the others are in place already. planned: which bytes go
-        where."""
+        where. at_work: yields what takes as long as so many bytes of memory."""
 
     def bases(self, shard: int) -> Bases | None:
         """Return what is here of other versions of this source shard, after `missing`; None: no deltas are wanted."""
@@ -283,7 +292,7 @@ class Transfer:
             slab = self._destinations.prepare(key, manifest, loan)
             planned = moves.plan(manifest.tensors, slab.specs, paced=partial(until, self._machine.deadline))
             needed = moves.needed(manifest, planned)
-            missing = self._destinations.missing(key, manifest, needed, planned)
+            missing = self._destinations.missing(key, manifest, needed, planned, self._at_work)
         except DeadlineExceeded:  # while planning its many tensors
             return events.Tick()  # the machine raises it, with the peer and what is missing
         is_borrowed = loan is not None and slab.borrowed is loan
@@ -292,6 +301,15 @@ class Transfer:
         self._progress.total += sum(stop - start for start, stop in map(manifest.segment_range, missing))
         based = 0 if bases is None else bases.count
         return events.Prepared(key.shard, missing, is_borrowed, len(missing) * manifest.segment_size_bytes, based)
+
+    def _at_work(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield these, and renew the leases meanwhile: nothing is read while what is here is compared and copied."""
+        renews_at = 0.0
+        for item in items:
+            if (now := time.monotonic()) >= renews_at:
+                self._hub.renew(self._leases)
+                renews_at = now + RENEW_S
+            yield item
 
     def _ask(self, acquire: messages.Acquire) -> None:
         numbers: list[int] = []

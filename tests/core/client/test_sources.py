@@ -29,6 +29,7 @@ from tensorhub_plugins.core import (
     start_server,
 )
 from tensorhub_plugins.core.cli import fetch_status, status_text
+from tensorhub_plugins.core.client.changes import Bases
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.device.graph_capture import acting
 from tensorhub_plugins.core.hub.limits import HubLimits
@@ -360,5 +361,34 @@ def test_who_waits_for_a_source_that_waits_itself_keeps_its_lease(stage, small_s
         with pytest.raises(DeadlineExceeded) as failed:
             rollout.fetch(1, timeout_s=4.0)
         assert ("the hub gave it up" in str(failed.value)) is not renews
+        while stage.open:
+            stage.open.pop().close()
+
+
+@pytest.mark.parametrize("renews", [True, False], ids=["", "the control: nobody says that work is done here"])
+def test_who_copies_what_is_here_already_keeps_its_lease(stage, small_segments, monkeypatch, renews):
+    """For longer than a lease may be idle, as tens of GB take on a slow host."""
+    if not renews:
+        monkeypatch.setattr(HubLink, "renew", lambda self, requests: None)
+    copy_equal = Bases.copy_equal
+
+    def slowly(self: Bases, segment: int) -> bool:
+        time.sleep(1.8 / self._manifest.segment_count)
+        return copy_equal(self, segment)
+
+    with start_server(limits=HubLimits(grace_s=0.0, heartbeat_s=0.2, lease_idle_s=1.0)) as hub:
+        stage.address = hub.address
+        trainer, rollout = stage.client("trainer"), stage.client("rollout")
+        first = tensors_of(1)
+        second = {**first, "mask": ~first["mask"]}
+        trainer.publish(1, first)
+        held = rollout.fetch(1, serve=True)
+        trainer.publish(2, second)
+        monkeypatch.setattr(Bases, "copy_equal", slowly)
+        fetched = rollout.fetch(2, serve=True)
+        assert same_bytes(fetched.tensors(), second)
+        assert (not fetched.report.losses) is renews
+        for each in (held, fetched):
+            each.release()
         while stage.open:
             stage.open.pop().close()
