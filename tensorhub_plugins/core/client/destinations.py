@@ -114,7 +114,7 @@ class Destinations:
         self._read = 0  # the number of this read on the shelf
         self._claims: dict[Slab, Claim] = {}
         self._room = Room()
-        self._offered: dict[int, ShardKey] = {}  # source shards that may be served to others
+        self._offered: dict[int, ShardKey] = {}  # source shards that this read serves to others
         self._manifests: dict[int, Manifest] = {}
         self._bases: dict[int, Bases] = {}
         self._contents: dict[int, Contents] = {}  # by source shard
@@ -157,8 +157,8 @@ class Destinations:
         if self.serve and not in_part and slab.specs == manifest.tensors:
             if slab.kind == "view":
                 self._serving.lend(slab, self.allocated.values())
-            self._offered[key.shard] = key
-            self._serving.prepare(self._read, key, manifest, slab)
+            if self._serving.prepare(self._read, key, manifest, slab):
+                self._offered[key.shard] = key
         return slab
 
     def missing(

@@ -303,14 +303,17 @@ class Serving:
         with self._changed:
             return self._shelf.begin_read(self.hub.last_request_id + 1, is_for_others=for_others)
 
-    def prepare(self, read: int, key: ShardKey, manifest: Manifest, slab: Slab) -> None:
+    def prepare(self, read: int, key: ShardKey, manifest: Manifest, slab: Slab) -> bool:
+        """Offer what arrives in this slab. Return False where the shelf declines it: what is here already stays."""
         with self._changed:
             offer = self._offer_of(key, manifest, slab, self._shelf.readings[read].since(key), lends=True)
             effects = self._shelf.prepare(read, key, offer)
-            if not effects:  # declined: what is here already stays
+            if not effects:
                 offer.withdraw()
+                self._lent.pop(slab, None)
             self._changed.notify_all()
         self._carry_out(effects)
+        return bool(effects)
 
     def arriving(self, read: int) -> list[Offer]:
         """Return what this transfer serves to others while it arrives."""

@@ -146,6 +146,21 @@ def test_memory_that_is_offered_does_not_go_back_to_the_pool(address, ranks):
     reader.close()
 
 
+def test_what_is_served_already_and_fetched_again_keeps_no_memory(address, ranks):
+    reader = client(address, "reader")
+    publish(ranks, 1)
+    used = set()
+    for _ in range(5):
+        fetched = reader.fetch(1, serve=True)
+        used |= {tensor.data_ptr() for tensor in fetched.tensors().values()}
+        fetched.release()
+    assert len(used) == 2 * len(model(1))  # what is served, and what the other fetches have used in turn
+    assert len(reader._serving._lent) == len(reader.serving()) == 2
+    reader.unpublish(1)
+    assert not reader._serving._lent
+    reader.close()
+
+
 @pytest.mark.parametrize("broken", ["missing", "twice", "shape"])
 def test_parts_that_do_not_make_a_whole_are_refused_and_the_next_version_is_read(address, ranks, broken):
     reader = client(address, "reader")

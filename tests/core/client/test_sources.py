@@ -29,6 +29,7 @@ from tensorhub_plugins.core import (
     start_server,
 )
 from tensorhub_plugins.core.cli import fetch_status, status_text
+from tensorhub_plugins.core.client import calls
 from tensorhub_plugins.core.client.changes import Bases
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.device.graph_capture import acting
@@ -47,6 +48,20 @@ def test_a_reader_serves_on_when_the_publisher_is_gone(stage, transport):
     trainer.close()
     fetched = second.fetch()
     assert fetched.report.sources == {"first/0": SIZE} and same_bytes(fetched.tensors(), tensors_of(1))
+
+
+def test_what_an_interrupted_fetch_has_not_put_on_offer_stays(stage, monkeypatch):
+    trainer, reader = stage.client("trainer"), stage.client("reader")
+    trainer.publish(1, tensors_of(1))
+    undo: list[list[Callable[[], object]]] = []
+    monkeypatch.setattr(calls, "undone_by", lambda step: undo[-1].append(step))
+    for _ in range(2):
+        undo.append([])
+        reader.fetch(1, serve=True).release()
+    for left in ([ShardKey(1, CHECKPOINT)], []):  # of the second one, and of the first one as the control
+        for step in reversed(undo.pop()):  # its caller was interrupted when it was done
+            step()
+        assert reader.serving() == left
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://a..b:80", f"tcp://{'a' * 64}:80", "tcp://[::1:80", "tcp://", "a"])
