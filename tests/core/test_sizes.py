@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 3_513,
-    "core/client": 5_677,
+    "core/client": 5_690,
     "core/deltas": 685,
     "core/device": 920,
     "core/device/kernels": 515,
@@ -21,7 +21,7 @@ CEILINGS = {
     "core/operations": 1_820,
     "core/protocol": 1_193,
     "core/security": 730,
-    "core/transfer": 1_890,
+    "core/transfer": 1_901,
     "core/transports": 7_085,
     "openrlhf": 2_555,
     "verl": 4_260,

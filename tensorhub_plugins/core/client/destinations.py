@@ -23,7 +23,6 @@ from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.moves import Move, Paced, check_cover, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tied import LiveTensors
-from tensorhub_plugins.core.transfer.runner import AtWork
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
@@ -162,7 +161,7 @@ class Destinations:
         return slab
 
     def missing(
-        self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...], planned: Sequence[Move], at_work: AtWork
+        self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...], planned: Sequence[Move], paced: Paced
     ) -> tuple[int, ...]:
         """Return those that are not in place already, by their digests; the others are served from now on."""
         slab = self.slabs[key.shard]
@@ -172,11 +171,10 @@ class Destinations:
         is_alike = slab.specs == manifest.tensors
         self._manifests[key.shard], self._contents[key.shard] = manifest, contents
         contents.whole = range(manifest.segment_count) if is_alike else moves.whole(manifest, planned)
-        if self._live is not None and self._live.repairs and is_alike:
-            hoped = needed
-        else:
-            hoped = tuple(segment for segment in needed if contents.get(segment) == manifest.digest(segment))
-        in_place = self._present(slab, manifest, planned, hoped, at_work) if hoped else frozenset()
+        repairs = self._live is not None and self._live.repairs and is_alike
+        noted = (segment for segment in needed if contents.get(segment) == manifest.digest(segment))
+        hoped = needed if repairs else tuple(noted)
+        in_place = self._present(slab, manifest, planned, hoped, paced) if hoped else frozenset()
         for segment in sorted(in_place):
             self.verified(key.shard, segment)
         missing = tuple(segment for segment in needed if segment not in in_place)
@@ -184,27 +182,21 @@ class Destinations:
         if bases is None:
             return missing
         self._bases[key.shard] = bases
-        copied = frozenset(filter(bases.copy_equal, until(self.deadline, at_work(missing), 1)))
+        copied = frozenset(filter(bases.copy_equal, paced(missing)))
         for segment in sorted(copied):
             self.verified(key.shard, segment)
         return tuple(segment for segment in missing if segment not in copied)
 
     def _present(
-        self,
-        slab: Slab,
-        manifest: Manifest,
-        planned: Sequence[Move],
-        hoped: tuple[int, ...],
-        at_work: AtWork,
+        self, slab: Slab, manifest: Manifest, planned: Sequence[Move], hoped: tuple[int, ...], paced: Paced
     ) -> frozenset[int]:
         """Return those of these segments whose bytes in the slab have the right digest."""
         if slab.specs != manifest.tensors:
-            is_there = ReadPlan(manifest, slab, planned).is_there
-            return frozenset(filter(is_there, until(self.deadline, at_work(hoped), 1)))
+            return frozenset(filter(ReadPlan(manifest, slab, planned).is_there, paced(hoped)))
         if len(hoped) == manifest.segment_count:  # these are digested by several threads
             return frozenset(hoped) - frozenset(slab.damaged(manifest, deadline=self.deadline))
         some_at_a_time = (hoped[first : first + COMPARED_AT_ONCE] for first in range(0, len(hoped), COMPARED_AT_ONCE))
-        damaged = (slab.damaged(manifest, some, deadline=self.deadline) for some in at_work(some_at_a_time))
+        damaged = (slab.damaged(manifest, some, deadline=self.deadline) for some in paced(some_at_a_time))
         return frozenset(hoped).difference(*damaged)
 
     def bases(self, shard: int) -> Bases | None:

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from typing_extensions import assert_never
 
-from tensorhub_plugins.core.deadline import remaining_s, until
+from tensorhub_plugins.core.deadline import check_time, remaining_s, until
 from tensorhub_plugins.core.errors import DeadlineExceeded, TensorHubError
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory import moves
@@ -44,12 +44,6 @@ T = TypeVar("T")
 LOOK_S = 0.02  # between two checks of all readers: with hundreds of them a check is as expensive as a segment
 RENEW_S = 0.1  # between two reports that work is done here
 OPENING_S = 0.2  # for a reader that was not asked for bytes: it may be decoding a manifest, and writes nothing
-
-
-class AtWork(Protocol):
-    """Yields these items, and notes that work is done between them."""
-
-    def __call__(self, items: Iterable[T], /) -> Iterator[T]: ...
 
 
 class Hub(Protocol):
@@ -82,10 +76,10 @@ class Destinations(Protocol):
         tensors do not fit."""
 
     def missing(
-        self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...], planned: Sequence[Move], at_work: AtWork
+        self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...], planned: Sequence[Move], paced: moves.Paced
     ) -> tuple[int, ...]:
         """Return those of these segments that are to be read: the others are in place already. planned: which bytes go
-        where. at_work: yields what takes as long as so many bytes of memory."""
+        where. paced: iterates over what takes as long as a segment."""
 
     def bases(self, shard: int) -> Bases | None:
         """Return what is here of other versions of this source shard, after `missing`; None: no deltas are wanted."""
@@ -292,7 +286,7 @@ class Transfer:
             slab = self._destinations.prepare(key, manifest, loan)
             planned = moves.plan(manifest.tensors, slab.specs, paced=partial(until, self._machine.deadline))
             needed = moves.needed(manifest, planned)
-            missing = self._destinations.missing(key, manifest, needed, planned, self._at_work)
+            missing = self._destinations.missing(key, manifest, needed, planned, self._paced)
         except DeadlineExceeded:  # while planning its many tensors
             return events.Tick()  # the machine raises it, with the peer and what is missing
         is_borrowed = loan is not None and slab.borrowed is loan
@@ -302,11 +296,12 @@ class Transfer:
         based = 0 if bases is None else bases.count
         return events.Prepared(key.shard, missing, is_borrowed, len(missing) * manifest.segment_size_bytes, based)
 
-    def _at_work(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield these, and renew the leases meanwhile: nothing is read while what is here is compared and copied."""
-        renews_at = 0.0
+    def _paced(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield these until the deadline, and renew the leases: nothing is read while what is here is compared."""
+        renews_at = time.monotonic() + RENEW_S
         for item in items:
             if (now := time.monotonic()) >= renews_at:
+                check_time(self._machine.deadline)
                 self._hub.renew(self._leases)
                 renews_at = now + RENEW_S
             yield item
