@@ -15,13 +15,14 @@ belongs to another base, is refused by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, cast
 
 from tensorhub_plugins.core import UsageError, VersionRefused
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.names import adapter_id
+from tensorhub_plugins.vllm.plugin import around
 
 if TYPE_CHECKING:
     import torch
@@ -157,6 +158,20 @@ def offer(models: Any, vllm_config: Any) -> None:
             "name, too: give another --served-model-name"
         )
     models.lora_requests.update({name: lora_request(name) for name in names})
+    for change in ("load_lora_adapter", "unload_lora_adapter"):
+        around(models, change, partial(_unless_ours, names))
+
+
+async def _unless_ours(
+    names: Collection[str], original: Callable[..., Any], asked: Any, *args: Any, **given: Any
+) -> Any:
+    """Wrap vLLM's routes that replace an adapter while the server runs: files would answer under the name, and with the
+    version, of the store's."""
+    if asked.lora_name in names:
+        from fastapi import HTTPException
+
+        raise HTTPException(409, f"adapter {asked.lora_name!r} comes from the store: publish a version, or pin another")
+    return await original(asked, *args, **given)
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:

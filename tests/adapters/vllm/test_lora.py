@@ -100,16 +100,36 @@ def test_an_engine_that_cannot_take_adapters_is_refused(given: Any, changes: Any
         parse({**extra, **given}, config(**changes))
 
 
-def test_the_base_model_does_not_answer_under_the_name_of_an_adapter() -> None:
+class Models:
+    """Speaks as vLLM's OpenAIServingModels."""
+
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, Any] = {}
+        self.is_base_model = lambda name: name == "actor"
+
+    async def load_lora_adapter(self, request: Any, base_model_name: str | None = None) -> str:
+        self.lora_requests[request.lora_name] = base_model_name
+        return "loaded"
+
+    async def unload_lora_adapter(self, request: Any) -> str:
+        del self.lora_requests[request.lora_name]
+        return "unloaded"
+
+
+def served() -> Any:
+    """Return the configuration of a server with one adapter."""
     extra = {"hub": "tcp://127.0.0.1:1", "disk": "only", "lora": NAME}
-    config = SimpleNamespace(
+    return SimpleNamespace(
         load_config=SimpleNamespace(model_loader_extra_config=extra),
         lora_config=SimpleNamespace(max_cpu_loras=1),
         instance_id="i",
         parallel_config=SimpleNamespace(data_parallel_size=2),  # of a dense model, as its server has it
         model_config=SimpleNamespace(is_moe=False),
     )
-    models = SimpleNamespace(lora_requests={}, is_base_model=lambda name: name == "actor")
+
+
+def test_the_base_model_does_not_answer_under_the_name_of_an_adapter() -> None:
+    models, config = Models(), served()
     lora.offer(models, config)
     assert models.lora_requests == {NAME: lora.lora_request(NAME)}
     numbers = {lora.lora_request(name).lora_int_id for name in (NAME, OTHER, "")}  # vLLM goes by these alone
@@ -117,6 +137,23 @@ def test_the_base_model_does_not_answer_under_the_name_of_an_adapter() -> None:
     models.is_base_model = lambda name: name in ("actor", NAME)
     with pytest.raises(UsageError, match="give another --served-model-name"):
         lora.offer(models, config)
+
+
+async def test_files_do_not_answer_under_the_name_of_an_adapter_of_the_store() -> None:
+    """vLLM's own routes put other matrices under its name, and the answers had the store's version."""
+    from fastapi import HTTPException
+
+    models = Models()
+    lora.offer(models, served())
+    ours, other = SimpleNamespace(lora_name=NAME), SimpleNamespace(lora_name=OTHER)
+    for change in (models.unload_lora_adapter, models.load_lora_adapter):
+        with pytest.raises(HTTPException, match="comes from the store") as raised:
+            await change(ours)
+        assert raised.value.status_code == 409
+    assert models.lora_requests == {NAME: lora.lora_request(NAME)}
+    assert await models.load_lora_adapter(other, base_model_name="actor") == "loaded"
+    assert models.lora_requests[OTHER] == "actor"
+    assert await models.unload_lora_adapter(other) == "unloaded"
 
 
 def test_ranks_publish_an_adapter_in_parts() -> None:
