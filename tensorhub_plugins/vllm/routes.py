@@ -9,6 +9,7 @@ GET /tensorhub/starts/REQUEST       of a request that was named by `spans.PREFIX
                                     ?forget=true: the last question about it, which makes room for others
 POST /v1/tensorhub/hold             stay with ?version= (0: with the one that it has) for ?for_s= seconds, or until
                                     release: {"version": which}. Of a server with "may_be_held" in its configuration.
+                                    A client that leaves before it has been answered has released it.
 POST /v1/tensorhub/release          go on. Both need the server's API key, if it has one.
 """
 
@@ -27,6 +28,7 @@ from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.names import NAME
 
 HOLD_MAX_S = 600.0  # the client may be gone
+LEFT_POLL_S = 1.0  # how often a hold that waits looks whether its client is there
 
 router = APIRouter()
 
@@ -66,7 +68,11 @@ async def starts(name: str, request: Request, forget: bool = False) -> dict[str,
 async def hold(
     request: Request, version: Annotated[int, Query(ge=0)] = 0, for_s: Annotated[float, Query(gt=0, le=HOLD_MAX_S)] = 60
 ) -> dict[str, Any]:
-    return {"version": await _asked(request, "hold", version, for_s)}
+    asked = asyncio.ensure_future(_asked(request, "hold", version, for_s))
+    while not (await asyncio.wait({asked}, timeout=LEFT_POLL_S))[0]:  # it waits for its version
+        if await request.is_disconnected():
+            await _asked(request, "release")
+    return {"version": await asked}
 
 
 @router.post("/v1/tensorhub/release")

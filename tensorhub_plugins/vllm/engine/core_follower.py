@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from tensorhub_plugins.core import Client, NotPublished, TensorHubError, UsageError, options
+from tensorhub_plugins.core import Client, DeadlineExceeded, NotPublished, TensorHubError, UsageError, options
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig, parse, shares_experts
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
@@ -455,18 +455,29 @@ class CoreFollower(Follower):
 
     def _ask_hub(self, installed: int, *, timeout_s: float, **more: Any) -> int:
         """Ask `Client.target` in short turns: an engine that is shut down does not wait for a version."""
-        if self._closed:
-            raise _ClosedError
-        if self._client is None:
-            self._client = self._joining.connect(replica=f"{self._joining.replica}-follow", transports=("tcp",))
-            self.origin = self._client.origin
+        client = self._joined()
         try:
-            version = self._client.target(installed, timeout_s=min(timeout_s, HUB_TIMEOUT_S), **more)
+            version = client.target(installed, timeout_s=min(timeout_s, HUB_TIMEOUT_S), **more)
         except NotPublished:
             self._want(self._refused_still(installed) if self.refusal[0] else installed or self.version)
             raise
         self._want(version)
         return version
+
+    def _joined(self) -> Client:
+        if self._closed:
+            raise _ClosedError
+        if self._client is None:
+            self._client = self._joining.connect(replica=f"{self._joining.replica}-follow", transports=("tcp",))
+            self.origin = self._client.origin
+        return self._client
+
+    async def is_visible(self, version: int) -> bool:
+        try:
+            await asyncio.to_thread(lambda: self._joined().wait(version, timeout_s=HUB_TIMEOUT_S))
+        except (NotPublished, DeadlineExceeded):
+            return False
+        return True
 
     async def next_version(self) -> int | None:
         """Look first what other clients have made of the weights: what was replaced or lost is installed again."""

@@ -458,10 +458,10 @@ class Follower:
         self.is_held = True  # at once: a `release` that comes while this waits is of this
         try:
             async with self._one_update:
-                if not self.is_held:
-                    raise UpdateFailed(f"{self.worker} was released before it was held", phase="hold")
+                self._must_be_held()
                 self._end_lapse()
                 if version and (self.is_broken or self.version != version):
+                    await self._come(version)
                     await self.update(version)
                 if self.is_broken:
                     raise UpdateFailed(f"{self.worker} has no whole weights now", version=self.version, phase="hold")
@@ -471,6 +471,23 @@ class Follower:
                 await self.release()
             elif for_s is not None and self.is_held and self._lapse is None:
                 self._lapse = asyncio.create_task(self._release_after(for_s))
+
+    async def _come(self, version: int) -> None:
+        """Return when this version is visible. A release ends this, and could not end a fetch of what does not come."""
+        deadline = Deadline.after(self.timeout_s)
+        while not await self.is_visible(version):
+            self._must_be_held()
+            if deadline.expired:
+                text = f"{self.worker} was to be held at a version that nobody has published"
+                raise UpdateFailed(text, version=version, phase="hold", timeout_s=self.timeout_s)
+
+    async def is_visible(self, version: int) -> bool:
+        """Return whether a fetch of it would find it, after a moment if not. Here a subclass may ask the hub."""
+        return True
+
+    def _must_be_held(self) -> None:
+        if not self.is_held:
+            raise UpdateFailed(f"{self.worker} was released before it was held", phase="hold")
 
     async def release(self) -> None:
         self._end_lapse()

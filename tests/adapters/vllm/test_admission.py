@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 pytest.importorskip("vllm")
 
 from tensorhub_plugins.core import version_of  # noqa: E402
-from tensorhub_plugins.vllm import admission  # noqa: E402
+from tensorhub_plugins.vllm import admission, routes  # noqa: E402
 from tensorhub_plugins.vllm.admission import FIRST, Admission, furthest_behind, readiness  # noqa: E402
 from tensorhub_plugins.vllm.engine.status import lag_of  # noqa: E402
 from tensorhub_plugins.vllm.exposition import DURATION, FIGURES, IN_FLIGHT, PREFIX  # noqa: E402
@@ -398,3 +398,39 @@ def test_the_page_has_all_of_them() -> None:
     told = set(re.findall(rf"^\| `{PREFIX}(\w+)` \|", PAGE.read_text(), flags=re.MULTILINE))
     assert told == set(FIGURES)
     assert set(re.findall(r"^\| `(vllm:\w+)` \|", PAGE.read_text(), flags=re.MULTILINE)) == {DURATION, IN_FLIGHT}
+
+
+async def test_a_hold_whose_client_has_left_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server waited for a version that did not come, for one who was gone. The control: one who stays."""
+    from fastapi import HTTPException
+
+    monkeypatch.setattr(routes, "LEFT_POLL_S", 0.01)
+    released = asyncio.Event()
+
+    async def tensorhub_ask(_: str, question: str, given: Any) -> Any:
+        if question == "release":
+            released.set()
+            return ("", "", 0), None
+        await asyncio.sleep(0.05)
+        if not gone:
+            return ("", "", 0), given[0]
+        await released.wait()
+        return ("UpdateFailed", "released before it was held", 0), None
+
+    config = SimpleNamespace(
+        load_config=SimpleNamespace(load_format="tensorhub", model_loader_extra_config={"may_be_held": True}),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+    )
+    engine = SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(call_utility_async=tensorhub_ask))
+
+    async def is_disconnected() -> bool:
+        return gone
+
+    request: Any = SimpleNamespace(
+        app=SimpleNamespace(state=SimpleNamespace(engine_client=engine)), is_disconnected=is_disconnected
+    )
+    gone = False
+    assert await routes.hold(request, 7, 60.0) == {"version": 7} and not released.is_set()
+    gone = True
+    with pytest.raises(HTTPException, match="released before it was held"):
+        await asyncio.wait_for(routes.hold(request, 8, 60.0), 10.0)

@@ -444,6 +444,25 @@ def test_what_somebody_else_has_paused_stays_as_it_is(following: Any, hub: Serve
         wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
 
 
+def test_a_hold_at_a_version_that_does_not_come_ends_with_its_release(following: Any, hub: Server) -> None:
+    """It was fetched until the deadline, ten minutes, and what came meanwhile was not. The control: one that comes."""
+    core = following("now")
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: core.one.version == 1, "the first one")
+        held = core.one.ask("hold", [3, 60.0])
+        wait_until(lambda: core.one.is_held and core.one._one_update.locked(), "it waits for that one")
+        trainer.publish(2, {"weight": torch.ones(4, 1000)})
+        core.one.ask("release", []).result(TIMEOUT_S)
+        assert "was released before it was held" in held.result(TIMEOUT_S)[0][1]
+        wait_until(lambda: core.one.version == 2, "it follows on")
+        assert ("start_fetch", 3) not in core.log
+        held = core.one.ask("hold", [3, 60.0])
+        trainer.publish(3, {"weight": torch.ones(4, 1000)})
+        trainer.publish(4, {"weight": torch.ones(4, 1000)})
+        assert held.result(TIMEOUT_S) == (("", "", 0), 3)
+
+
 @pytest.mark.parametrize("patience_s", [0.0, 3600.0])
 def test_what_somebody_else_keeps_paused_says_so(
     following: Any, hub: Server, monkeypatch: pytest.MonkeyPatch, patience_s: float
