@@ -3,6 +3,9 @@
 vLLM's own handlers do not: the KeyboardInterrupt that its API server raises at SIGTERM is swallowed by the context of a
 socket (`zmq_socket_ctx`), asyncio's for SIGINT cancels a task that awaits nothing, and a core that is killed leaves
 workers that wait on. A SystemExit is swallowed by no code, and all that it passes end the processes below.
+
+A core whose API server, or script, was killed (for want of memory, say) ends as at SIGTERM, at whatever stage: vLLM's
+own does not notice, and would follow on, under the name and with the memory of the one that is started in its place.
 """
 
 from __future__ import annotations
@@ -10,17 +13,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import os
+import select
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.vllm.names import LEAVING_S
 
 logger = get_logger(__name__)
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
+CORE = "EngineCore"  # how the names of vLLM's processes with a core begin
 
 
 @contextlib.contextmanager
@@ -61,6 +69,28 @@ def ends_at_signals(*, interactive: bool = False) -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, handlers[number])
+
+
+def end_with_parent() -> None:
+    """Call in any process of vLLM's: a core in a process of its own ends with the process that has started it."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None or not multiprocessing.current_process().name.startswith(CORE):
+        return
+    try:
+        descriptor = os.pidfd_open(parent.pid)
+    except (OSError, AttributeError):  # gone already, or a kernel before 5.3
+        return
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)  # readable when the process has ended
+        poll.poll()
+        logger.error("the process that started this engine was killed: the engine ends, too")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(LEAVING_S)
+        os._exit(1)  # its workers notice
+
+    threading.Thread(target=watch, name="tensorhub-parent-watch", daemon=True).start()
 
 
 def leave_garbage() -> None:

@@ -10,7 +10,8 @@ be called twice. What it registers acts only where a configuration names it:
     --load-format tensorhub, in `vllm serve`                   routes.py; and the names of adapters, see lora.py
     either of the two, or worker_extension_cls                 engine/pooling.py; engine/compiled.py
     either of the two                                          time to hand over the last copy when an engine ends
-    either of the two                                          interrupts.py: an engine that starts ends at SIGTERM
+    either of the two                                          interrupts.py: an engine that starts ends at SIGTERM, and
+                                                               one whose API server was killed
     either of the two, or worker_extension_cls                 worker_replies.py
 """
 
@@ -143,9 +144,13 @@ def _add_ends_of_client(core_client: Any) -> None:
 
 
 def _add_ends_of_core(abstract: Any) -> None:
-    """Have signals end a core while it waits for its workers, or loads the weights itself."""
+    """Have signals end a core while it waits for its workers, or loads the weights itself; and its parent's end."""
 
     def begin(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if _is_ours(vllm_config):
+            from tensorhub_plugins.vllm.interrupts import end_with_parent
+
+            end_with_parent()
         with _ends_at_signals(vllm_config, interactive=True):
             original(self, vllm_config, *args, **kwargs)
 

@@ -6,7 +6,11 @@ import asyncio
 import contextlib
 import gc
 import multiprocessing
+import os
+import select
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -118,3 +122,34 @@ def test_in_another_thread_nothing_changes() -> None:
 
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(start).result() == signal.SIG_DFL
+
+
+SERVER = """
+import multiprocessing, os, signal, sys, time
+from tensorhub_plugins.vllm.interrupts import end_with_parent
+
+def core():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("leaves", flush=True)))
+    end_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+multiprocessing.get_context("fork").Process(name=sys.argv[1], target=core).start()
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux 5.3)")
+@pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1", "Mine"])
+def test_a_core_ends_with_the_server_that_was_killed(name: str) -> None:
+    """It followed on, and readers got versions of two engines of one name when the server was started again. The
+    control: a process of the user's own stays."""
+    command = [sys.executable, "-c", SERVER, name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        core = int(server.stdout.readline())
+        server.kill()
+        if name == "Mine":
+            assert not select.select([server.stdout], [], [], 0.5)[0]
+            os.kill(core, signal.SIGTERM)
+        assert server.stdout.read() == "leaves\n"
