@@ -4,8 +4,9 @@ vLLM's own handlers do not: the KeyboardInterrupt that its API server raises at 
 socket (`zmq_socket_ctx`), asyncio's for SIGINT cancels a task that awaits nothing, and a core that is killed leaves
 workers that wait on. A SystemExit is swallowed by no code, and all that it passes end the processes below.
 
-A core whose API server, or script, was killed (for want of memory, say) ends as at SIGTERM, at whatever stage: vLLM's
-own does not notice, and would follow on, under the name and with the memory of the one that is started in its place.
+A core whose API server, or script, was killed (for want of memory, say) ends as at SIGTERM, at whatever stage, and so
+do API servers whose parent was: vLLM's own do not notice, and would follow on, under the name, at the address and with
+the memory of what is started in their place.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tensorhub_plugins.vllm.names import LEAVING_S
 logger = get_logger(__name__)
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
-CORE = "EngineCore"  # how the names of vLLM's processes with a core begin
+OWN = ("EngineCore", "ApiServer")  # how the names of the processes begin that vLLM starts for itself
 
 
 @contextlib.contextmanager
@@ -72,9 +73,9 @@ def ends_at_signals(*, interactive: bool = False) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Call in any process of vLLM's: a core in a process of its own ends with the process that has started it."""
+    """Call in any process of vLLM's: a core, or one of several API servers, ends with what has started it."""
     parent = multiprocessing.parent_process()
-    if parent is None or parent.pid is None or not multiprocessing.current_process().name.startswith(CORE):
+    if parent is None or parent.pid is None or not multiprocessing.current_process().name.startswith(OWN):
         return
     try:
         descriptor = os.pidfd_open(parent.pid)

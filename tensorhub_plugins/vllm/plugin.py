@@ -144,13 +144,9 @@ def _add_ends_of_client(core_client: Any) -> None:
 
 
 def _add_ends_of_core(abstract: Any) -> None:
-    """Have signals end a core while it waits for its workers, or loads the weights itself; and its parent's end."""
+    """Have signals end a core while it waits for its workers, or loads the weights itself."""
 
     def begin(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        if _is_ours(vllm_config):
-            from tensorhub_plugins.vllm.interrupts import end_with_parent
-
-            end_with_parent()
         with _ends_at_signals(vllm_config, interactive=True):
             original(self, vllm_config, *args, **kwargs)
 
@@ -160,8 +156,9 @@ def _add_ends_of_core(abstract: Any) -> None:
 def _ends_at_signals(vllm_config: Any, *, interactive: bool) -> Any:
     if not _is_ours(vllm_config):
         return nullcontext()
-    from tensorhub_plugins.vllm.interrupts import ends_at_signals
+    from tensorhub_plugins.vllm.interrupts import end_with_parent, ends_at_signals
 
+    end_with_parent()
     return ends_at_signals(interactive=interactive)
 
 

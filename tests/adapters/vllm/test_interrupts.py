@@ -140,7 +140,7 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux 5.3)")
-@pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1", "Mine"])
+@pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1", "ApiServer_1", "Mine"])
 def test_a_core_ends_with_the_server_that_was_killed(name: str) -> None:
     """It followed on, and readers got versions of two engines of one name when the server was started again. The
     control: a process of the user's own stays."""
