@@ -33,7 +33,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from tensorhub_plugins.core import Client, DeadlineExceeded, NotPublished, TensorHubError, UsageError, options
+from tensorhub_plugins.core import (
+    Client,
+    DeadlineExceeded,
+    HubUnreachable,
+    NotPublished,
+    TensorHubError,
+    UsageError,
+    options,
+)
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig, parse, shares_experts
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
@@ -475,7 +483,8 @@ class CoreFollower(Follower):
     async def is_visible(self, version: int) -> bool:
         try:
             await asyncio.to_thread(lambda: self._joined().wait(version, timeout_s=HUB_TIMEOUT_S))
-        except (NotPublished, DeadlineExceeded):
+        except (NotPublished, DeadlineExceeded, HubUnreachable):  # it may come back, within the same time
+            await self.sleep(POLL_INTERVAL_S)
             return False
         return True
 

@@ -16,7 +16,7 @@ from client_processes import hold_back, let_go
 from recorded_engine import RecordedEngine
 from vllm_engines import wait_until
 
-from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, VersionRefused
+from tensorhub_plugins.core import Client, HubLimits, NotPublished, Server, UsageError, VersionRefused, start_server
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.vllm.config import FollowConfig, WorkerConfig
 from tensorhub_plugins.vllm.engine import core_follower, follower
@@ -461,6 +461,13 @@ def test_a_hold_at_a_version_that_does_not_come_ends_with_its_release(following:
         trainer.publish(3, {"weight": torch.ones(4, 1000)})
         trainer.publish(4, {"weight": torch.ones(4, 1000)})
         assert held.result(TIMEOUT_S) == (("", "", 0), 3)
+        core.one.ask("release", []).result(TIMEOUT_S)
+        wait_until(lambda: core.one.version == 4, "it follows on")
+        held = core.one.ask("hold", [5, 60.0])
+        hub.close()  # it is started again while the engine waits
+        with start_server(hub.address, limits=HubLimits(grace_s=0.1)):
+            trainer.publish(5, {"weight": torch.ones(4, 1000)})
+            assert held.result(TIMEOUT_S) == (("", "", 0), 5)
 
 
 @pytest.mark.parametrize("patience_s", [0.0, 3600.0])
