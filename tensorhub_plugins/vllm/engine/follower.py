@@ -478,7 +478,7 @@ class Follower:
         while not await self.is_visible(version):
             self._must_be_held()
             if deadline.expired:
-                text = f"{self.worker} was to be held at a version that nobody has published"
+                text = f"{self.worker} was to be held at a version that is not published"
                 raise UpdateFailed(text, version=version, phase="hold", timeout_s=self.timeout_s)
 
     async def is_visible(self, version: int) -> bool:
