@@ -9,7 +9,13 @@ a file on the head node. Where the environment or Ray's own token names one, tha
 
 from __future__ import annotations
 
+import logging
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
 from socket import AF_INET, AF_INET6, create_server
+from threading import Thread
 from typing import Any
 
 import ray
@@ -87,26 +93,30 @@ def _hub_class() -> type:
     # importing the framework, which takes many seconds.
     class TensorHub:
         def __init__(self, host: str, port: int, secret: str, file: str) -> None:
-            from contextlib import suppress
-            from pathlib import Path
-            from threading import Thread
-
             from tensorhub_plugins.core import Keys, UsageError, record, start_server, write_secret
 
             host = f"[{host}]" if ":" in host else host
             keys = Keys.parse(secret)
             self.keys = keys.text()
-            self.server = start_server(f"tcp://{host}:{port}", keys=keys)
+            self.server = self._serve(lambda: start_server(f"tcp://{host}:{port}", keys=keys))
             self.file = file
             with suppress(UsageError):  # it has been started again
                 write_secret(Path(file), keys)
             record("hub", worker="hub", address=self.server.address, secret_file=file)
             Thread(target=self._end_with_it, daemon=True).start()
 
-        def _end_with_it(self) -> None:
-            import os
-            import time
+        def _serve(self, start: Any) -> Any:
+            # An actor whose constructor raises is gone for good, also one that Ray has started again.
+            while True:
+                try:
+                    return start()
+                except Exception as error:  # another process has the port, or it was refused a resource
+                    if not ray.get_runtime_context().was_current_actor_reconstructed:
+                        raise
+                    logging.getLogger("tensorhub.hub").warning("the hub cannot be started again yet: %s", error)
+                    time.sleep(ALIVE_CHECK_S)
 
+        def _end_with_it(self) -> None:
             while self.server.is_alive():
                 time.sleep(ALIVE_CHECK_S)
             os._exit(1)  # Ray starts it again

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +45,30 @@ def test_a_hub_that_has_failed_is_started_again_at_the_same_address(
             assert hub.address_of(actor) == address
     finally:
         ray.shutdown()
+
+
+@pytest.mark.heavy
+def test_a_hub_whose_port_is_taken_meanwhile_comes_back_when_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its actor was gone for good: Ray does not start one again whose constructor raises."""
+    monkeypatch.delenv("TENSORHUB_SECRET", raising=False)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        actor, address = hub.start()
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        ray.kill(actor, no_restart=False)
+        with taken(host, int(port)), pytest.raises(ray.exceptions.GetTimeoutError):
+            ray.get(actor.address.remote(), timeout=10)
+        assert hub.address_of(actor) == address
+    finally:
+        ray.shutdown()
+
+
+def taken(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there, as soon as nothing else does."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_server((host, port))
+        except OSError:
+            assert time.monotonic() < deadline, "the hub still has its port"
+            time.sleep(0.01)
