@@ -1,8 +1,8 @@
 """OpenRLHF's vLLM actor that follows the store by itself.
 
 One that was started again fetches the version to run, and only then answers; one that joins a run starts from a peer's
-weights. Prompts it was working on are asked elsewhere meanwhile (samples_generator.py). One that has to leave gives
-them back, in partial rollout with all tokens there are (partial_answers.py).
+weights. Prompts it was working on are asked elsewhere meanwhile (routing.py). One that has to leave gives them back, in
+partial rollout with all tokens there are (partial_answers.py).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config, parts, recovery
-from tensorhub_plugins.openrlhf.samples_generator import SamplesGenerator
+from tensorhub_plugins.openrlhf.routing import SamplesGenerator
 from tensorhub_plugins.openrlhf.versions import figures_of, staleness
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.checkpoint_names import Step

@@ -20,7 +20,7 @@ def register() -> None:
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    import tensorhub_plugins.verl.checkpoint_engine  # noqa: F401  registers the back end
+    import tensorhub_plugins.verl.trainer  # noqa: F401  registers the back end
 
     RolloutReplicaRegistry.register(ROLLOUT, _replica)
     _ROLLOUT_REGISTRY[(ROLLOUT, "async")] = "verl.workers.rollout.vllm_rollout.ServerAdapter"

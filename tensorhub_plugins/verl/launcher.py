@@ -21,8 +21,8 @@ from ray.exceptions import RayError
 from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import checks, external, gpu_reservation, hub
-from tensorhub_plugins.verl.checkpoint_engine import replica_name
 from tensorhub_plugins.verl.config import BACKEND, ROLLOUT, Options
+from tensorhub_plugins.verl.trainer import replica_name
 from tensorhub_plugins.verl.versions import reported_as
 from tensorhub_plugins.vllm import drafts
 from tensorhub_plugins.vllm.ray import placement

@@ -2,7 +2,7 @@
 
 verl's manager moves weights by stopping all replicas, calling all their workers, and starting all again. To it, this
 replica has nothing to stop (abort, release and resume do nothing) and one worker that has nothing to do
-(worker_stub.py), so an update ends when the trainer has published. The servers follow by themselves (server.py).
+(worker_stub.py), so an update ends when the trainer has published. The servers follow by themselves (engine.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
 from tensorhub_plugins.verl import checks, gpu_reservation, worker_stub
 from tensorhub_plugins.verl import config as configuration
+from tensorhub_plugins.verl.engine import SpareServer, TensorHubServer
 from tensorhub_plugins.verl.launcher import COLOCATED, VerlLauncher
-from tensorhub_plugins.verl.server import SpareServer, TensorHubServer
 from tensorhub_plugins.verl.versions import reported_as
 from tensorhub_plugins.vllm.ray import fleet
 

@@ -76,9 +76,7 @@ def test_a_version_enters_no_more_functions_than_it_says() -> None:
 
 def test_the_readme_tells_it() -> None:
     files = {file for file, _ in TOUR}
-    assert TOUR[0] == ("verl/checkpoint_engine.py", "TensorHubCheckpointEngine.send_weights") and len(set(TOUR)) == len(
-        TOUR
-    )
+    assert TOUR[0] == ("verl/trainer.py", "TensorHubCheckpointEngine.send_weights") and len(set(TOUR)) == len(TOUR)
     assert ("core/memory/slab.py", "Slab.digest") in TOUR and any(name.endswith(FIELDS) for _, name in TOUR)
     assert all((PACKAGE / file).is_file() for file in files) and len(TOUR) >= STOPS_MIN
     assert tour("| word | `a.py` f |\n| 1 | what | `a.py` f, C (fields); `b.py` g |\n") == [

@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError
 
 from tensorhub_plugins.core import Client, TensorHubError, VersionRefused, version_of
 from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.openrlhf import health, samples_generator, trainer
+from tensorhub_plugins.openrlhf import health, routing, trainer
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.vllm.engine.follower import Follower
 from tensorhub_plugins.vllm.ray import owned
@@ -72,13 +72,12 @@ class Handle:
 
 
 def play_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, openrlhf_s = (health, samples_generator, trainer), (samples_generator.samples_generator, ppo_trainer)
-    for module in (*ours, *openrlhf_s, ppo_trainer_async):
+    for module in (health, routing, routing.samples_generator, trainer, ppo_trainer, ppo_trainer_async):
         monkeypatch.setattr(module, "ray", Threads())
     here = SimpleNamespace(get_node_id=lambda: "here")
     monkeypatch.setattr(owned, "ray", SimpleNamespace(get_runtime_context=lambda: here))
-    monkeypatch.setattr(samples_generator.Reporter, "start", lambda _: None)
-    monkeypatch.setattr(samples_generator.samples_generator, "tqdm", lambda *_, **__: FakeProgress())
+    monkeypatch.setattr(routing.Reporter, "start", lambda _: None)
+    monkeypatch.setattr(routing.samples_generator, "tqdm", lambda *_, **__: FakeProgress())
     bar = SimpleNamespace(update=lambda _: None, close=lambda: None)
     for module in (ppo_trainer, ppo_trainer_async):
         monkeypatch.setattr(module, "tqdm", lambda *_, **__: bar)
@@ -324,7 +323,7 @@ class Life:
             eval=SimpleNamespace(steps=eval_steps, temperature=1.0, n_samples_per_prompt=2),
         )
         self.prompts, self.evaluation = prompts_of(batches), evaluation
-        self.generator = samples_generator.SamplesGenerator(
+        self.generator = routing.SamplesGenerator(
             options=Options(hub=address, run=RUN),
             is_partial=mode == "partial",
             is_sync=mode == "sync",

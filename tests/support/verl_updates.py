@@ -14,7 +14,7 @@ from verl.checkpoint_engine import base
 from verl.utils.tracking import Tracking
 
 from tensorhub_plugins.core import Client, VersionRefused
-from tensorhub_plugins.verl import checkpoint_engine
+from tensorhub_plugins.verl import trainer as checkpoint_engine
 from tensorhub_plugins.verl.worker_stub import NullWorker, validation_of
 from tensorhub_plugins.vllm.plugin import replaced
 

@@ -14,7 +14,7 @@ from openrlhf_fakes import EVERY_PROMPT, PROMPTS, FakeEngine, FakeHub, FakeRay, 
 from ray.exceptions import ActorDiedError, RayActorError  # noqa: E402
 
 from tensorhub_plugins.core import VersionGone, VersionRefused, version_of  # noqa: E402
-from tensorhub_plugins.openrlhf import health, samples_generator  # noqa: E402
+from tensorhub_plugins.openrlhf import health, routing  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, figures_of  # noqa: E402
 from tensorhub_plugins.vllm.ray import rotation  # noqa: E402
 
@@ -452,7 +452,7 @@ def test_a_prompt_that_loses_every_engine_is_an_error_in_the_end(ray: FakeRay) -
     engine.do_generate_responses = lambda **_: RayActorError()  # type: ignore[method-assign]
     with pytest.raises(RayActorError):
         generator.generate_samples()
-    assert len(engine.asked) >= samples_generator.LOSSES_MAX
+    assert len(engine.asked) >= routing.LOSSES_MAX
 
 
 def test_an_engine_that_cannot_start_ends_the_run_at_once(ray: FakeRay) -> None:

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import ray  # noqa: E402
 
 from tensorhub_plugins.core import start_server  # noqa: E402
-from tensorhub_plugins.openrlhf import samples_generator  # noqa: E402
+from tensorhub_plugins.openrlhf import routing  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
 
 PROMPTS = 24
@@ -92,7 +92,7 @@ def test_what_an_engine_was_not_given_it_cannot_hold_up(cluster: None, per_engin
 
     killer = threading.Thread(target=kill_when_the_rest_is_done)
     with start_server() as server:
-        generator = samples_generator.SamplesGenerator(
+        generator = routing.SamplesGenerator(
             options=Options(hub=server.address, run="r", prompts_per_engine=per_engine),
             is_partial=True,
             is_sync=False,

@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
 from tensorhub_plugins.core import UsageError, VersionRefused, start_server
-from tensorhub_plugins.verl import checkpoint_engine, loading
+from tensorhub_plugins.verl import loading, trainer
 
 
 def _rollout() -> ModuleType:
@@ -48,7 +48,7 @@ def address() -> Iterator[str]:
 def handles(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: verl hands on what does not fit into its bucket."""
     calls = ("synchronize", "ipc_collect", "empty_cache")
-    for module in (transfer, checkpoint_engine.device):
+    for module in (transfer, trainer.device):
         monkeypatch.setattr(module, "get_device_name", lambda: "cpu")
         monkeypatch.setattr(module, "get_device_id", lambda: 0)
         monkeypatch.setattr(module, "is_support_ipc", lambda: True)
@@ -64,8 +64,8 @@ def weights() -> dict[str, torch.Tensor]:
 
 def published(address: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """A trainer that has published, and a rollout worker."""
-    monkeypatch.setattr(checkpoint_engine, "_actor_name", lambda: "rollout_standalone_0CheckpointEngineWorker_0:0")
-    make = checkpoint_engine.TensorHubCheckpointEngine
+    monkeypatch.setattr(trainer, "_actor_name", lambda: "rollout_standalone_0CheckpointEngineWorker_0:0")
+    make = trainer.TensorHubCheckpointEngine
     publisher, rollout = make(MIB, is_master=True, hub=address, run="r"), make(MIB, hub=address, run="r")
     rollout.init_process_group(address)
     publisher.init_process_group(address)
@@ -109,12 +109,12 @@ def test_a_tensor_larger_than_the_bucket_is_handed_on_alone(
     alone: bool, address: str, handles: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not alone:
-        original = checkpoint_engine.TensorHubCheckpointEngine.__init__
+        original = trainer.TensorHubCheckpointEngine.__init__
 
         def init(engine: Any, bucket_size: int, **options: Any) -> None:
             original(engine, 1 << 40, **options)
 
-        monkeypatch.setattr(checkpoint_engine.TensorHubCheckpointEngine, "__init__", init)
+        monkeypatch.setattr(trainer.TensorHubCheckpointEngine, "__init__", init)
     got, sizes = hand_on(address, tmp_path, monkeypatch)
     sent = weights()
     assert got.keys() == sent.keys()
@@ -128,7 +128,7 @@ def test_without_handles_it_is_refused_before_the_first_tensor(
     address: str, handles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """verl would stop in the middle, by an assertion."""
-    monkeypatch.setattr(checkpoint_engine.device, "is_support_ipc", lambda: False)
+    monkeypatch.setattr(trainer.device, "is_support_ipc", lambda: False)
     publisher, rollout = published(address, monkeypatch)
     came: list[str] = []
 

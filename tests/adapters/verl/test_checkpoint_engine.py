@@ -29,7 +29,7 @@ def assert_equal(a, b):
 
 
 def test_a_hub_that_does_not_answer_is_refused_at_start(monkeypatch):
-    from tensorhub_plugins.verl import checkpoint_engine
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
 
     real = checkpoint_engine.Client
     monkeypatch.setattr(checkpoint_engine, "Client", lambda *a, **k: real(*a, **k, connect_timeout_s=0.3))
@@ -44,7 +44,7 @@ def test_a_hub_that_does_not_answer_is_refused_at_start(monkeypatch):
 def test_the_runs_own_hub_may_be_started_again_as_the_run_begins(monkeypatch, is_master):
     """An update has asked it for its address, and it does not answer for longer than a wrong address is tried."""
     from tensorhub_plugins.core import Client
-    from tensorhub_plugins.verl import checkpoint_engine
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
     from tensorhub_plugins.vllm import config
 
     def quicker(*args, connect_timeout_s, **given):
@@ -73,7 +73,7 @@ def test_verls_engine_from_trainer_to_rollouts(address, monkeypatch):
     """The engine as verl's manager calls it, without verl's manager: two rollouts, the second may read the first."""
     import asyncio
 
-    from tensorhub_plugins.verl import checkpoint_engine
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
 
     names = iter(["rollout_standalone_0CheckpointEngineWorker_0:0", "rollout_standalone_1CheckpointEngineWorker_0:0"])
     monkeypatch.setattr(checkpoint_engine, "_actor_name", lambda: next(names))
@@ -107,7 +107,7 @@ def test_workers_of_a_host_have_one_copy_and_say_what_it_takes(address, monkeypa
     """N7: eight of them took eight copies, without a word. The control: the first has memory of its own."""
     import asyncio
 
-    from tensorhub_plugins.verl import checkpoint_engine
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
 
     names = iter(f"rollout_standalone_{k}CheckpointEngineWorker_0:0" for k in range(3))
     monkeypatch.setattr(checkpoint_engine, "_actor_name", lambda: next(names))
@@ -138,7 +138,7 @@ def test_the_bytes_of_all_ranks_are_counted_once(address):
     import threading
 
     from tensorhub_plugins.core import Client, Publisher
-    from tensorhub_plugins.verl import checkpoint_engine
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
 
     ranks = []
     for rank in range(2):
@@ -166,7 +166,7 @@ def test_the_bytes_of_all_ranks_are_counted_once(address):
 def test_a_lora_run_that_is_not_merged_is_refused(address, name):
     import asyncio
 
-    from tensorhub_plugins.verl import checkpoint_engine
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
 
     engine = checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hub=address, run="r")
     with pytest.raises(UsageError, match="model.lora.merge=true"):
@@ -177,7 +177,7 @@ def test_a_lora_run_that_is_not_merged_is_refused(address, name):
 def test_rollout_workers_that_move_nothing_are_not_seen_at_the_hub(address):
     """In pull mode verl makes them all the same."""
     from tensorhub_plugins.core.cli import fetch_status
-    from tensorhub_plugins.verl import checkpoint_engine
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
 
     checkpoint_engine.TensorHubCheckpointEngine(1 << 20, hub=address, run="r")
     assert not [worker for model in fetch_status(address)["models"] for worker in model["workers"]]
@@ -240,7 +240,7 @@ def test_a_trainer_that_resumes_begins_at_its_step(address, resumed, kept):
     import asyncio
 
     from tensorhub_plugins.core import Client, version_of
-    from tensorhub_plugins.verl import checkpoint_engine
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
 
     def life(step):
         engine = checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hub=address, run="r")

@@ -16,7 +16,7 @@ from simulated import Simulation  # noqa: E402
 from tensorhub_plugins.core import Client, UsageError, start_server  # noqa: E402
 from tensorhub_plugins.core.device.graph_capture import acting  # noqa: E402
 from tensorhub_plugins.core.memory.downloads import Downloads  # noqa: E402
-from tensorhub_plugins.verl import checkpoint_engine  # noqa: E402
+from tensorhub_plugins.verl import trainer  # noqa: E402
 from tensorhub_plugins.verl.versions import version_of_step  # noqa: E402
 
 SIZE = 30_000
@@ -40,9 +40,7 @@ def training(address):
     made = []
 
     def make(**options):
-        made.append(
-            checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hub=address, run="r", **options)
-        )
+        made.append(trainer.TensorHubCheckpointEngine(1 << 20, is_master=True, hub=address, run="r", **options))
         made[-1].init_process_group(address)
         return made[-1]
 

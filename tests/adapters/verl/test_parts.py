@@ -142,7 +142,7 @@ def adapter_of_all(module):
 def run_case(case, rank, address, folder):
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-    from tensorhub_plugins.verl.checkpoint_engine import TensorHubCheckpointEngine
+    from tensorhub_plugins.verl.trainer import TensorHubCheckpointEngine
 
     name = case.replace(" ", "-")
     gathers, is_lora = "gathered" in case, "lora" in case

@@ -145,7 +145,7 @@ def test_requests_are_counted_once():
 
 
 def test_verls_names_of_rollout_workers():
-    from tensorhub_plugins.verl.checkpoint_engine import replica_name
+    from tensorhub_plugins.verl.trainer import replica_name
 
     assert replica_name("rollout_standalone_1CheckpointEngineWorker_0:0") == "rollout-1.0.0"
     assert replica_name("rollout_standalone_12_abCheckpointEngineWorker_1:7") == "rollout-12.1.7"

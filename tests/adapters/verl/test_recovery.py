@@ -82,7 +82,7 @@ def held(engine):
 def main(rank: int, port: str, start: str, address: str, folder: Path, strategy: str, mode: str, dtype: str) -> None:
     import torch.distributed as dist
 
-    from tensorhub_plugins.verl.checkpoint_engine import TensorHubCheckpointEngine
+    from tensorhub_plugins.verl.trainer import TensorHubCheckpointEngine
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     dist.init_process_group("cpu:gloo", rank=rank, world_size=RANKS)

@@ -3,7 +3,7 @@ router.
 
 One that was started again fetches the version to run, and only then says that it is ready. Nothing in verl waits for
 a replica to reach a step, so the trainer goes on when operators pin a version or withdraw one; the samples say which
-steps they are of. Drop-in mode (checkpoint_engine.py) asks for every step by its number: pins do not apply to it.
+steps they are of. Drop-in mode (trainer.py) asks for every step by its number: pins do not apply to it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tensorhub_plugins.verl import config  # noqa: E402
 with pytest.MonkeyPatch.context() as patch:  # verl looks for a package of this name, and vLLM's for the CPU has another
     there = metadata.version
     patch.setattr(metadata, "version", lambda name: vllm.__version__ if name == "vllm" else there(name))
-    from tensorhub_plugins.verl import server as module
+    from tensorhub_plugins.verl import engine
 from tensorhub_plugins.verl.routing import ReplicaLost, _hand_over  # noqa: E402
 from tensorhub_plugins.vllm.engine.spans import Spans  # noqa: E402
 from tensorhub_plugins.vllm.engine.status import Status  # noqa: E402
@@ -30,7 +30,7 @@ from tensorhub_plugins.vllm.ray.owned import OwnedEngine  # noqa: E402
 
 def server(monkeypatch: pytest.MonkeyPatch, stop_reason: str = "completed", spans: str = "split") -> Any:
     """One with version 3, whose engine goes to version 4 after the first two tokens of an answer of five."""
-    one = module.TensorHubServer.__new__(module.TensorHubServer)
+    one = engine.TensorHubServer.__new__(engine.TensorHubServer)
     core = Spans()
     core.settle(3, {})
 
@@ -59,7 +59,7 @@ def server(monkeypatch: pytest.MonkeyPatch, stop_reason: str = "completed", span
         options=config.parse({"spans": spans}),
         _gives_back=False,
     )
-    monkeypatch.setattr(module.TensorHubServer.__base__, "generate", generate)
+    monkeypatch.setattr(engine.TensorHubServer.__base__, "generate", generate)
     return one
 
 
@@ -136,13 +136,13 @@ async def test_a_spare_joins_the_store_when_it_is_told_to(monkeypatch: pytest.Mo
 
     async def nothing() -> None: ...
 
-    monkeypatch.setattr(module, "connect", lambda *_, **__: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node-1"))
-    for kind in (module.TensorHubServer, module.SpareServer):
+    monkeypatch.setattr(engine, "connect", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(engine.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node-1"))
+    for kind in (engine.TensorHubServer, engine.SpareServer):
         one = server(monkeypatch)
         one.__class__, one._store, one._joining, one._name, one.engine = kind, store, lambda _: {}, "rollout-0", None
         one.replica_rank, one._launch, one._owned.follow, one._owned.watch = 0, None, follow, nothing
-        one._owned.warm_up, is_spare = warm_up, kind is module.SpareServer
+        one._owned.warm_up, is_spare = warm_up, kind is engine.SpareServer
         one._owned.status, one._joins, one._waits = Status(), asyncio.Event(), False
         did.clear()
         if is_spare:
