@@ -29,7 +29,7 @@ from tensorhub_plugins.vllm.names import LEAVING_S
 logger = get_logger(__name__)
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
-OWN = ("EngineCore", "ApiServer")  # how the names of the processes begin that vLLM starts for itself
+OWN = ("EngineCore", "ApiServer_", "APIServer_")  # how the names of vLLM's processes begin that end with their parents
 
 
 @contextlib.contextmanager
@@ -72,24 +72,29 @@ def ends_at_signals(*, interactive: bool = False) -> Iterator[None]:
             signal.signal(number, handlers[number])
 
 
-def end_with_parent() -> None:
-    """Call in any process of vLLM's: a core, or one of several API servers, ends with what has started it."""
+def end_with_parent(drains_s: float = 0.0) -> None:
+    """Call in any process of vLLM's: a core, or one of several API servers, ends with what has started it. drains_s:
+    what vLLM gives its requests then."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or not multiprocessing.current_process().name.startswith(OWN):
         return
+    poll, is_over = select.poll(), False
     try:
-        descriptor = os.pidfd_open(parent.pid)
-    except (OSError, AttributeError):  # gone already, or a kernel before 5.3
+        poll.register(os.pidfd_open(parent.pid), select.POLLIN)  # readable when the process has ended
+    except ProcessLookupError:
+        is_over = True
+    except (OSError, AttributeError):  # a kernel before 5.3
         return
 
     def watch() -> None:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)  # readable when the process has ended
-        poll.poll()
-        logger.error("the process that started this engine was killed: the engine ends, too")
+        if not is_over:
+            poll.poll()
+        logger.error("the process that started %s has ended: it ends, too", multiprocessing.current_process().name)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(LEAVING_S)
-        os._exit(1)  # its workers notice
+        time.sleep(drains_s + LEAVING_S)
+        for child in multiprocessing.active_children():
+            child.kill()  # workers that start do not look for their parent yet
+        os._exit(1)
 
     threading.Thread(target=watch, name="tensorhub-parent-watch", daemon=True).start()
 

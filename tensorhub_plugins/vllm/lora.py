@@ -158,20 +158,20 @@ def offer(models: Any, vllm_config: Any) -> None:
             "name, too: give another --served-model-name"
         )
     models.lora_requests.update({name: lora_request(name) for name in names})
-    for change in ("load_lora_adapter", "unload_lora_adapter"):
+    for change in ("load_lora_adapter", "unload_lora_adapter") if names else ():
         around(models, change, partial(_unless_ours, names))
 
 
-async def _unless_ours(
-    names: Collection[str], original: Callable[..., Any], asked: Any, *args: Any, **given: Any
-) -> Any:
+async def _unless_ours(names: Collection[str], original: Callable[..., Any], request: Any, **given: Any) -> Any:
     """Wrap vLLM's routes that replace an adapter while the server runs: files would answer under the name, and with the
     version, of the store's."""
-    if asked.lora_name in names:
+    if request.lora_name in names:
         from fastapi import HTTPException
 
-        raise HTTPException(409, f"adapter {asked.lora_name!r} comes from the store: publish a version, or pin another")
-    return await original(asked, *args, **given)
+        raise HTTPException(
+            409, f"adapter {request.lora_name!r} comes from the store: publish a version, or pin another"
+        )
+    return await original(request, **given)
 
 
 def _check_kind(config: Mapping[str, Any]) -> None:

@@ -154,11 +154,12 @@ def _add_ends_of_core(abstract: Any) -> None:
 
 
 def _ends_at_signals(vllm_config: Any, *, interactive: bool) -> Any:
+    """Have it end with its parent from now on, and at signals within this context."""
     if not _is_ours(vllm_config):
         return nullcontext()
     from tensorhub_plugins.vllm.interrupts import end_with_parent, ends_at_signals
 
-    end_with_parent()
+    end_with_parent(vllm_config.shutdown_timeout)
     return ends_at_signals(interactive=interactive)
 
 

@@ -9,7 +9,7 @@ GET /tensorhub/starts/REQUEST       of a request that was named by `spans.PREFIX
                                     ?forget=true: the last question about it, which makes room for others
 POST /v1/tensorhub/hold             stay with ?version= (0: with the one that it has) for ?for_s= seconds, or until
                                     release: {"version": which}. Of a server with "may_be_held" in its configuration.
-                                    A client that leaves before it has been answered has released it.
+                                    A hold that waits for its version ends when its client has left.
 POST /v1/tensorhub/release          go on. Both need the server's API key, if it has one.
 """
 
@@ -71,7 +71,7 @@ async def hold(
     asked = asyncio.ensure_future(_asked(request, "hold", version, for_s))
     while not (await asyncio.wait({asked}, timeout=LEFT_POLL_S))[0]:  # it waits for its version
         if await request.is_disconnected():
-            await _asked(request, "release")
+            await _asked(request, "abandon")
     return {"version": await asked}
 
 

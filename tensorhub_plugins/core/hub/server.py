@@ -199,7 +199,8 @@ class Server(OfThisProcess):
             raise UsageError(f"the hub cannot listen on {address}: {error}; choose another address or port") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = parse_address(self.address, "tcp")[1]
-        self._port, self._unfinished = ForeignPort(port), Unfinished(self._clock(), port)  # of a child: never served
+        self._port = ForeignPort(port)  # a child would accept and never serve
+        self._unfinished = Unfinished(self._clock(), port)
 
     def close(self) -> None:
         """Stop the hub; closing twice is fine."""

@@ -339,6 +339,7 @@ class CoreFollower(Follower):
         )
         self._core, self._joining, self._how = core, joining, how
         self._client: Client | None = None
+        self._joins = threading.Lock()
         self._look_at = 0.0  # when to look again at what others have made of the weights, while it waits for its moment
         self._wanted = 0  # the version to run, as the hub last said
         self._behind = (0, 0.0)  # a version that was installed, and since when another one is to be run
@@ -473,17 +474,18 @@ class CoreFollower(Follower):
         return version
 
     def _joined(self) -> Client:
-        if self._closed:
-            raise _ClosedError
-        if self._client is None:
-            self._client = self._joining.connect(replica=f"{self._joining.replica}-follow", transports=("tcp",))
-            self.origin = self._client.origin
-        return self._client
+        with self._joins:
+            if self._closed:
+                raise _ClosedError
+            if self._client is None:
+                self._client = self._joining.connect(replica=f"{self._joining.replica}-follow", transports=("tcp",))
+                self.origin = self._client.origin
+            return self._client
 
     async def is_visible(self, version: int) -> bool:
         try:
             await asyncio.to_thread(lambda: self._joined().wait(version, timeout_s=HUB_TIMEOUT_S))
-        except (NotPublished, DeadlineExceeded, HubUnreachable):  # it may come back, within the same time
+        except (NotPublished, DeadlineExceeded, HubUnreachable):  # the last: the hub may be back in time
             await self.sleep(POLL_INTERVAL_S)
             return False
         return True

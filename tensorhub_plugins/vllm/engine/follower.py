@@ -120,7 +120,7 @@ class Gate:
             self._changed.notify_all()
 
 
-QUESTIONS = frozenset({"news", "hold", "release", "enter", "leave"})  # of the owner, see `Follower.answer`
+QUESTIONS = frozenset({"news", "hold", "abandon", "release", "enter", "leave"})  # of the owner, see `Follower.answer`
 
 
 class Follower:
@@ -161,7 +161,8 @@ class Follower:
         self._pull_s = 0.0  # of the version that is being taken
         self._was_whole = True  # when the installation under way began
         self.has_caught_up = False
-        self.is_held = False  # stay with this version
+        self.is_held = self._holds_waiting = False  # stay with this version; a hold waits until its own is published
+        self._releases = 0  # each ends all holds before it
         self._lapse: asyncio.Task[None] | None = None  # ends that in time
         self._asked_with = 0  # the version that was installed when the last question was asked
         self._one_update = asyncio.Lock()
@@ -455,13 +456,13 @@ class Follower:
         """Stay with the version that is installed, or with `version` if one is given, until `release`, or for so long.
         UpdateFailed when it cannot; one that is broken goes on following then, to be repaired."""
         version = bounded(version, self.until)
-        self.is_held = True  # at once: a `release` that comes while this waits is of this
+        self.is_held, releases = True, self._releases  # at once: a `release` that comes while this waits is of this
         try:
             async with self._one_update:
-                self._must_be_held()
+                self._must_be_held(releases)
                 self._end_lapse()
                 if version and (self.is_broken or self.version != version):
-                    await self._come(version)
+                    await self._come(version, releases)
                     await self.update(version)
                 if self.is_broken:
                     raise UpdateFailed(f"{self.worker} has no whole weights now", version=self.version, phase="hold")
@@ -472,26 +473,34 @@ class Follower:
             elif for_s is not None and self.is_held and self._lapse is None:
                 self._lapse = asyncio.create_task(self._release_after(for_s))
 
-    async def _come(self, version: int) -> None:
+    async def _come(self, version: int, releases: int) -> None:
         """Return when this version is visible. A release ends this, and could not end a fetch of what does not come."""
-        deadline = Deadline.after(self.timeout_s)
-        while not await self.is_visible(version):
-            self._must_be_held()
-            if deadline.expired:
-                text = f"{self.worker} was to be held at a version that is not published"
-                raise UpdateFailed(text, version=version, phase="hold", timeout_s=self.timeout_s)
+        deadline, self._holds_waiting = Deadline.after(self.timeout_s), True
+        try:
+            while not await self.is_visible(version):
+                self._must_be_held(releases)
+                if deadline.expired:
+                    text = f"{self.worker} was to be held at a version that is not published"
+                    raise UpdateFailed(text, version=version, phase="hold", timeout_s=self.timeout_s)
+        finally:
+            self._holds_waiting = False
 
     async def is_visible(self, version: int) -> bool:
         """Return whether a fetch of it would find it, after a moment if not. Here a subclass may ask the hub."""
         return True
 
-    def _must_be_held(self) -> None:
-        if not self.is_held:
+    def _must_be_held(self, releases: int) -> None:
+        if self._releases != releases:
             raise UpdateFailed(f"{self.worker} was released before it was held", phase="hold")
+
+    async def abandon(self) -> None:
+        """End a hold that waits for its version, as its client has left. What is held stays so until that lapses."""
+        if self._holds_waiting:
+            await self.release()
 
     async def release(self) -> None:
         self._end_lapse()
-        self.is_held = False
+        self.is_held, self._releases = False, self._releases + 1
         await self._notify()
 
     async def _release_after(self, seconds: float) -> None:

@@ -60,7 +60,7 @@ class Following(TypedDict):
     installed_s: NotRequired[float]  # since that was installed
     failure: NotRequired[str]  # of the last try; "": it went well
     last: NotRequired[dict[str, Any]]  # see LastUpdate
-    updating: NotRequired[bool]  # to a version that is being fetched or installed
+    updating: NotRequired[bool]  # a version is fetched, installed, or waited for by a hold
     paused: NotRequired[bool]  # by another client, or put to sleep: it answers nothing, and installs nothing
     adapters: NotRequired[dict[str, Following]]  # of an engine that follows adapters, all; the rest is of the last one
 

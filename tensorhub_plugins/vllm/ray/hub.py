@@ -107,13 +107,16 @@ def _hub_class() -> type:
 
         def _serve(self, start: Any) -> Any:
             # An actor whose constructor raises is gone for good, also one that Ray has started again.
+            said = ""
             while True:
                 try:
                     return start()
                 except Exception as error:  # another process has the port, or it was refused a resource
                     if not ray.get_runtime_context().was_current_actor_reconstructed:
                         raise
-                    logging.getLogger("tensorhub.hub").warning("the hub cannot be started again yet: %s", error)
+                    if str(error) != said:
+                        said = str(error)
+                        logging.getLogger("tensorhub.hub").warning("the hub cannot be started again yet: %s", said)
                     time.sleep(ALIVE_CHECK_S)
 
         def _end_with_it(self) -> None:

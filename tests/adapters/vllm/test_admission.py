@@ -400,7 +400,7 @@ def test_the_page_has_all_of_them() -> None:
     assert set(re.findall(r"^\| `(vllm:\w+)` \|", PAGE.read_text(), flags=re.MULTILINE)) == {DURATION, IN_FLIGHT}
 
 
-async def test_a_hold_whose_client_has_left_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hold_whose_client_has_left_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server waited for a version that did not come, for one who was gone. The control: one who stays."""
     from fastapi import HTTPException
 
@@ -408,7 +408,7 @@ async def test_a_hold_whose_client_has_left_is_released(monkeypatch: pytest.Monk
     released = asyncio.Event()
 
     async def tensorhub_ask(_: str, question: str, given: Any) -> Any:
-        if question == "release":
+        if question == "abandon":
             released.set()
             return ("", "", 0), None
         await asyncio.sleep(0.05)

@@ -463,8 +463,30 @@ def test_a_hold_at_a_version_that_does_not_come_ends_with_its_release(following:
         assert held.result(TIMEOUT_S) == (("", "", 0), 3)
         core.one.ask("release", []).result(TIMEOUT_S)
         wait_until(lambda: core.one.version == 4, "it follows on")
+        waits = core.one.ask("hold", [9, 60.0])
+        wait_until(lambda: core.one._holds_waiting, "it waits for that one")
+        core.one.ask("release", [])
+        held = core.one.ask("hold", [0, 60.0])  # before the first one looks again
+        assert "was released before it was held" in waits.result(TIMEOUT_S)[0][1]
+        assert held.result(TIMEOUT_S) == (("", "", 0), 4)
+        core.one.ask("abandon", []).result(TIMEOUT_S)
+        assert core.one.is_held, "a client of a hold that waits has left, not this one's"
+        waits = core.one.ask("hold", [9, 60.0])
+        wait_until(lambda: core.one._holds_waiting, "it waits for that one")
+        core.one.ask("abandon", []).result(TIMEOUT_S)
+        assert "was released before it was held" in waits.result(TIMEOUT_S)[0][1] and not core.one.is_held
+        seen: list[bool] = []
+        is_visible = core.one.is_visible
+
+        async def look(version: int) -> bool:
+            seen.append(await is_visible(version))
+            return seen[-1]
+
+        core.one.is_visible = look
         held = core.one.ask("hold", [5, 60.0])
         hub.close()  # it is started again while the engine waits
+        seen.clear()
+        wait_until(lambda: len(seen) > 1, "it has looked while the hub was away")
         with start_server(hub.address, limits=HubLimits(grace_s=0.1)):
             trainer.publish(5, {"weight": torch.ones(4, 1000)})
             assert held.result(TIMEOUT_S) == (("", "", 0), 5)

@@ -129,10 +129,19 @@ import multiprocessing, os, signal, sys, time
 from tensorhub_plugins.vllm.interrupts import end_with_parent
 
 def core():
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("leaves", flush=True)))
-    end_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(os.write(1, b"leaves\\n") == 0))  # it may be printing
+    if not is_late:
+        end_with_parent()
     print(os.getpid(), flush=True)
+    try:
+        while is_late:
+            os.kill(parent, 0)
+            time.sleep(0.01)
+    except ProcessLookupError:
+        end_with_parent()
     time.sleep(600)
+
+parent, is_late = os.getpid(), sys.argv[2] == "True"
 
 multiprocessing.get_context("fork").Process(name=sys.argv[1], target=core).start()
 time.sleep(600)
@@ -140,15 +149,17 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux 5.3)")
-@pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1", "ApiServer_1", "Mine"])
-def test_a_core_ends_with_the_server_that_was_killed(name: str) -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["", "before it looks"])
+@pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1", "ApiServer_1", "APIServer_DPRank_1", "Mine"])
+def test_a_core_ends_with_the_server_that_was_killed(name: str, is_late: bool) -> None:
     """It followed on, and readers got versions of two engines of one name when the server was started again. The
     control: a process of the user's own stays."""
-    command = [sys.executable, "-c", SERVER, name]
+    command = [sys.executable, "-c", SERVER, name, str(is_late)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         core = int(server.stdout.readline())
         server.kill()
+        server.wait()
         if name == "Mine":
             assert not select.select([server.stdout], [], [], 0.5)[0]
             os.kill(core, signal.SIGTERM)

@@ -151,7 +151,7 @@ async def test_files_do_not_answer_under_the_name_of_an_adapter_of_the_store() -
             await change(ours)
         assert raised.value.status_code == 409
     assert models.lora_requests == {NAME: lora.lora_request(NAME)}
-    assert await models.load_lora_adapter(other, base_model_name="actor") == "loaded"
+    assert await models.load_lora_adapter(request=other, base_model_name="actor") == "loaded"  # as --lora-modules does
     assert models.lora_requests[OTHER] == "actor"
     assert await models.unload_lora_adapter(other) == "unloaded"
 
@@ -371,9 +371,15 @@ def test_a_server_follows_adapters_while_it_answers(tmp_path: Path) -> None:
     tokenizer, model = make_tokenizer(), tmp_path / "model"
     tokenizer.save_pretrained(model)
     make_tiny("tiny", tokenizer, 1).save_pretrained(model)
-    with serving_adapters(model, tmp_path) as (server, (_, trainer, _other)):
+    from_disk = Trained(model, seed=99)
+    from_disk.step(1)
+    from_disk.peft.save_pretrained(tmp_path / "file")
+    files = ("--lora-modules", f"file={tmp_path / 'file'}")  # one of vLLM's own beside them
+    with serving_adapters(model, tmp_path, *files) as (server, (_, trainer, _other)):
         listed = requests.get(f"{server.server.url}/v1/models", timeout=60).json()["data"]
-        assert {each["id"] for each in listed} == {"actor", NAME, OTHER}
+        assert {each["id"] for each in listed} == {"actor", "file", NAME, OTHER}
+        tokens, logprobs, _ = server.ask("file")
+        assert near(logprobs, from_disk.logprobs(PROMPT, tokens))
         trained, other = Trained(model, seed=6), Trained(model, seed=7)
         other.step(1)
         tokens, logprobs, headers = server.ask(OTHER)

@@ -212,6 +212,9 @@ def test_a_socket_of_another_port_under_a_connection_s_number_is_left_alone() ->
 
         (_, ended), (client, foreign) = connect(listener), connect(other)
         assert ours.cut([ended.fileno(), foreign.fileno()], 1.2, is_all_taken=False) == [ended.fileno()]
+        left, over = connect(listener)
+        left.shutdown(socket.SHUT_WR)
+        assert over.recv(1) == b"" and ours.count_left([over.fileno()]) == 1
         ours.accepted(foreign.fileno(), 1.3)
         client.shutdown(socket.SHUT_WR)
         assert foreign.recv(1) == b"" and ours.count_left([foreign.fileno()]) == 0
