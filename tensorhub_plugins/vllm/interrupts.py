@@ -19,7 +19,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -78,17 +78,8 @@ def end_with_parent(drains_s: float = 0.0) -> None:
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or not multiprocessing.current_process().name.startswith(OWN):
         return
-    poll, is_over = select.poll(), False
-    try:
-        poll.register(os.pidfd_open(parent.pid), select.POLLIN)  # readable when the process has ended
-    except ProcessLookupError:
-        is_over = True
-    except (OSError, AttributeError):  # a kernel before 5.3
-        return
 
-    def watch() -> None:
-        if not is_over:
-            poll.poll()
+    def end() -> None:
         logger.error("the process that started %s has ended: it ends, too", multiprocessing.current_process().name)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(drains_s + LEAVING_S)
@@ -96,7 +87,25 @@ def end_with_parent(drains_s: float = 0.0) -> None:
             child.kill()  # workers that start do not look for their parent yet
         os._exit(1)
 
-    threading.Thread(target=watch, name="tensorhub-parent-watch", daemon=True).start()
+    try:
+        call_at_end_of(parent.pid, end)
+    except ProcessLookupError:  # it has ended already
+        threading.Thread(target=end, daemon=True).start()
+    except (OSError, AttributeError):
+        logger.debug("this kernel does not tell when a process ends")
+
+
+def call_at_end_of(pid: int, then: Callable[[], None]) -> None:
+    """Call this, in a thread of its own, when that process has ended. Raise ProcessLookupError where it has already, or
+    another OSError, or AttributeError, where that cannot be seen: before Linux 5.3."""
+    poll = select.poll()
+    poll.register(os.pidfd_open(pid), select.POLLIN)  # readable when the process has ended
+
+    def watch() -> None:
+        poll.poll()
+        then()
+
+    threading.Thread(target=watch, name="tensorhub-end-watch", daemon=True).start()
 
 
 def leave_garbage() -> None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 from tensorhub_plugins.core import HubUnreachable, TensorHubError, UsageError, VersionRefused, work
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.engine.follower import UpdateFailed
+from tensorhub_plugins.vllm.interrupts import call_at_end_of
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 
 logger = get_logger(__name__)
@@ -174,20 +173,12 @@ class OwnedWorkerExtension(TensorHubWorkerExtension):
 def end_with_owner() -> None:
     """Call in the worker process: it ends when the actor ends."""
     owner = int(os.environ.get(OWNER_PID, 0))
-    try:
-        descriptor = os.pidfd_open(owner) if owner else -1
-    except (ProcessLookupError, OSError, AttributeError):  # gone already, another host's, or a kernel before 5.3
-        return
-    if descriptor < 0:
-        return
     parent = os.getppid()  # the actor, or vLLM's engine core between the two; asked now: orphans are adopted
 
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)  # readable when the process has ended
-        poll.poll()
+    def end() -> None:
         if parent not in (1, owner) and os.getppid() == parent:  # not what adopts orphans, maybe Ray's daemon
             os.kill(parent, signal.SIGKILL)
         os._exit(1)
 
-    threading.Thread(target=watch, name="tensorhub-owner-watch", daemon=True).start()
+    with contextlib.suppress(OSError, AttributeError):  # none, gone already, another host's, or a kernel before 5.3
+        call_at_end_of(owner, end)
