@@ -23,7 +23,7 @@ CEILINGS = {
     "core/security": 730,
     "core/transfer": 1_901,
     "core/transports": 7_085,
-    "openrlhf": 2_555,
+    "openrlhf": 2_650,
     "verl": 4_260,
     "vllm": 7_796,
     "vllm/doctor": 800,
@@ -35,7 +35,6 @@ INIT_LINES_MAX = 40  # of a file beside the folders: __init__.py
 
 # Both frameworks have so many lines of their own in a file of this name. What is the same belongs into vllm/, once.
 TWIN_LINES_MAX = 120
-TWINS = {"engine.py", "routing.py", "trainer.py"}
 
 
 def lines_of(path: Path) -> int:
@@ -84,7 +83,7 @@ def test_no_part_grows_unnoticed(tmp_path: Path) -> None:
 
 
 def test_what_both_frameworks_need_is_written_once(tmp_path: Path) -> None:
-    assert twins(PACKAGE) == TWINS  # it only shrinks
+    assert twins(PACKAGE) == set()
     for folder, name, lines in (("verl", "a.py", 121), ("openrlhf", "a.py", 121), ("verl", "b.py", 121)):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / name).write_text("pass\n" * lines)

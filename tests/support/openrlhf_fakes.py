@@ -11,7 +11,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from tensorhub_plugins.core import NotPublished
-from tensorhub_plugins.openrlhf import engine, health, routing
+from tensorhub_plugins.openrlhf import engine, generation, health, routing
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.versions import FIRST, Versioned
 from tensorhub_plugins.vllm.engine.follower import Follower, Gate
@@ -152,12 +152,13 @@ def play_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(health, "ray", fake)
     monkeypatch.setattr(rotation, "ray", fake)
     monkeypatch.setattr(routing, "ray", fake)
-    monkeypatch.setattr(routing.samples_generator, "ray", fake)
+    monkeypatch.setattr(generation, "ray", fake)
+    monkeypatch.setattr(generation.samples_generator, "ray", fake)
     for module in (health, rotation):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: fake.now, sleep=fake.sleep))
-    monkeypatch.setattr(routing, "connect", FakeHub)
-    monkeypatch.setattr(routing.Reporter, "start", lambda _: None)  # the stories below play its part
-    monkeypatch.setattr(routing.samples_generator, "tqdm", lambda *_, **__: FakeProgress())
+    monkeypatch.setattr(generation, "connect", FakeHub)
+    monkeypatch.setattr(generation.Reporter, "start", lambda _: None)  # the stories below play its part
+    monkeypatch.setattr(generation.samples_generator, "tqdm", lambda *_, **__: FakeProgress())
     monkeypatch.setattr(FakeHub, "visible", 0)
     monkeypatch.setattr(FakeHub, "pinned", 0)
     return fake
@@ -175,7 +176,7 @@ def make(
     batches: int = 1,
     per_engine: int | None = None,
     filtering: bool = False,
-) -> routing.SamplesGenerator:
+) -> generation.SamplesGenerator:
     args = SimpleNamespace(
         rollout=SimpleNamespace(n_samples_per_prompt=2, batch_size=6, vllm_generate_batch_size=None),
         algo=SimpleNamespace(
@@ -185,7 +186,7 @@ def make(
         ),
         vllm=SimpleNamespace(enable_sleep=False),
     )
-    return routing.SamplesGenerator(
+    return generation.SamplesGenerator(
         options=Options(hub="tcp://h:1", run="r", engine_timeout_s=10, prompts_per_engine=per_engine),
         is_partial=is_partial,
         is_sync=is_sync,

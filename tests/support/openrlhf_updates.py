@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError
 
 from tensorhub_plugins.core import Client, TensorHubError, VersionRefused, version_of
 from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.openrlhf import health, routing, trainer
+from tensorhub_plugins.openrlhf import generation, health, policy_ranks, routing, trainer
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.vllm.engine.follower import Follower
 from tensorhub_plugins.vllm.ray import owned
@@ -72,12 +72,12 @@ class Handle:
 
 
 def play_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (health, routing, routing.samples_generator, trainer, ppo_trainer, ppo_trainer_async):
+    for module in (health, routing, generation, generation.samples_generator, trainer, ppo_trainer, ppo_trainer_async):
         monkeypatch.setattr(module, "ray", Threads())
     here = SimpleNamespace(get_node_id=lambda: "here")
     monkeypatch.setattr(owned, "ray", SimpleNamespace(get_runtime_context=lambda: here))
-    monkeypatch.setattr(routing.Reporter, "start", lambda _: None)
-    monkeypatch.setattr(routing.samples_generator, "tqdm", lambda *_, **__: FakeProgress())
+    monkeypatch.setattr(generation.Reporter, "start", lambda _: None)
+    monkeypatch.setattr(generation.samples_generator, "tqdm", lambda *_, **__: FakeProgress())
     bar = SimpleNamespace(update=lambda _: None, close=lambda: None)
     for module in (ppo_trainer, ppo_trainer_async):
         monkeypatch.setattr(module, "tqdm", lambda *_, **__: bar)
@@ -224,7 +224,7 @@ class Policy:
         self, address: str, disk: dict[str, Any], mark: float, wait: Callable[[], None], in_background: bool
     ) -> None:
         self.trained, self.disk, self.mark, self.wait = 0, disk, mark, wait
-        self.rank = trainer.PolicyModelActor.__new__(trainer.PolicyModelActor)
+        self.rank = policy_ranks.PolicyModelActor.__new__(policy_ranks.PolicyModelActor)
         self.rank._by_parts, self.rank._gathered = False, self._weights
         client = Client(address, run=RUN, model="actor", replica="trainer")
         how: Any = {"keep": 2, "timeout_s": 30, "begins": True, "in_background": in_background}
@@ -323,7 +323,7 @@ class Life:
             eval=SimpleNamespace(steps=eval_steps, temperature=1.0, n_samples_per_prompt=2),
         )
         self.prompts, self.evaluation = prompts_of(batches), evaluation
-        self.generator = routing.SamplesGenerator(
+        self.generator = generation.SamplesGenerator(
             options=Options(hub=address, run=RUN),
             is_partial=mode == "partial",
             is_sync=mode == "sync",
@@ -416,4 +416,4 @@ class Life:
         self.queue.put("done")  # for a trainer without generators
         self.threads.shutdown()
         self.policy.rank._publisher.close()
-        self.generator._client.close()
+        self.generator.target.client.close()

@@ -18,7 +18,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2Fo
 
 from tensorhub_plugins.core import CHECKPOINT, Client, TensorSpec, start_server  # noqa: E402
 from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
-from tensorhub_plugins.openrlhf import engine, parts, recovery, trainer  # noqa: E402
+from tensorhub_plugins.openrlhf import answering, parts, policy_ranks, recovery, trainer  # noqa: E402
 from tensorhub_plugins.openrlhf.partial_answers import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
 from tensorhub_plugins.vllm import checkpoint_names  # noqa: E402
@@ -128,7 +128,7 @@ def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_bac
             return await super().execute(prompt, llm_engine, **given)
 
     async def story(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(engine, "LEAVING_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(answering, "LEAVING_TIMEOUT_S", 0.01)
         leaver = make_engine(TwoTurns(), is_partial=True)
         leaver.executor = Versioned(Slow())
         answer = ask(leaver)
@@ -224,11 +224,11 @@ def test_what_is_published_are_the_tensors_that_would_be_saved(tmp_path: Any) ->
         model.save_pretrained(tmp_path)
         truth = load_file(tmp_path / "model.safetensors")
         assert truth.keys() != dict(model.named_parameters()).keys()
-        rank = trainer.PolicyModelActor.__new__(trainer.PolicyModelActor)
+        rank = policy_ranks.PolicyModelActor.__new__(policy_ranks.PolicyModelActor)
         rank.actor = SimpleNamespace(model=SimpleNamespace(module=model))
         rank._is_sharded = rank._by_parts = False
-        rank._steps = trainer.checkpoint_names.steps(model, trainer.parts.shape_of)
-        specs = [spec for step in rank._steps for spec in trainer._specs(step)]
+        rank._steps = policy_ranks.checkpoint_names.steps(model, policy_ranks.parts.shape_of)
+        specs = [spec for step in rank._steps for spec in policy_ranks._specs(step)]
         assert specs[0] == TensorSpec("model.embed_tokens.weight", "bfloat16", (50, 16), 1600)
         client = Client(server.address, run="r", model="actor", replica="trainer")
         rank._publisher = Publisher(client, rank=0, ranks=1, worker="trainer/0", keep=2, timeout_s=10, model=specs)

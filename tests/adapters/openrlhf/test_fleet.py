@@ -141,7 +141,7 @@ def test_what_an_engine_has_that_is_no_longer_in_the_fleet_goes_on_elsewhere(ray
     samples, *_ = generator.generate_samples()
     assert len(late) == 3 and len(here.asked) == 6
     assert prompts_of(samples) == EVERY_PROMPT
-    assert not ray.killed and generator.work.in_flight.total() == 0
+    assert not ray.killed and generator.router.work.in_flight.total() == 0
 
 
 def test_what_is_given_back_goes_on_elsewhere_with_what_it_has(ray: FakeRay) -> None:
@@ -316,21 +316,21 @@ def test_what_the_only_engine_had_when_it_was_lost_does_not_take_it_out_again_wh
     (member,) = generator.engines.live()
     engine.state = "silent"
     generator._dispatch_prompts_to_vllm(["p0", "p1", "p2"], 3 * [""])
-    generator._hand_out()
+    generator.router.hand_out()
     engine.lose()
-    assert not generator._answers()  # one at a time
+    assert not generator.router.answers()  # one at a time
     assert member.is_lost and member.epoch == 1
     engine.state = "well"  # started again
     answered = 0
-    while generator.work:
-        generator._hand_out()
-        answered += len(generator._answers())
+    while generator.router.work:
+        generator.router.hand_out()
+        answered += len(generator.router.answers())
         assert member.answers and member.epoch == 1
     assert answered == 3 and len(engine.asked) == 6
     engine.state = "lost"  # the control: the next loss is one
     generator._dispatch_prompts_to_vllm(["p3"], [""])
-    generator._hand_out()
-    generator._answers()
+    generator.router.hand_out()
+    generator.router.answers()
     assert member.is_lost and member.epoch == 2
 
 

@@ -58,7 +58,7 @@ def test_a_batch_asks_for_what_is_pinned_except_in_sync_training(
 def test_with_nothing_to_be_run_a_batch_asks_for_no_version(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(version=4)
     generator = make([engine])
-    generator.newest = 4
+    generator.target.newest = 4
 
     def gone(*_: Any, **__: Any) -> int:
         raise VersionGone("version 4 was withdrawn, and no other is held")
@@ -166,9 +166,9 @@ def test_operators_may_have_another_one_run_instead(ray: FakeRay, monkeypatch: p
             monkeypatch.setattr(FakeHub, "pinned", 3)
         return target(self, installed, **how)
 
-    generator._look_for_newest()
+    generator.target.look()
     monkeypatch.setattr(FakeHub, "target", pin)
-    generator._look_for_newest = lambda: None  # type: ignore[method-assign]
+    generator.target.look = lambda: None  # type: ignore[method-assign]
     samples, *_ = generator.generate_samples()
     assert prompts_of(samples) == EVERY_PROMPT and {asked["min_version"] for asked in engine.asked} == {3}
 
@@ -261,11 +261,11 @@ def test_an_engine_that_is_about_to_end_is_not_asked_again(ray: FakeRay) -> None
     generator.engines.live()  # both have answered, and the next heartbeat comes later
     other.state = "ending"
     generator._dispatch_prompts_to_vllm(["p0", "p1"], ["", ""])
-    generator._hand_out()
+    generator.router.hand_out()
     assert len(other.asked) == 1, "it was not asked while it seemed well"
-    while generator.work:
-        generator._answers()
-        generator._hand_out()
+    while generator.router.work:
+        generator.router.answers()
+        generator.router.hand_out()
     assert (len(well.asked), len(other.asked)) == (2, 1)
     assert not ray.killed  # it ends by itself, and Ray starts it again
 
@@ -591,8 +591,8 @@ def test_with_few_samples_a_prompt_an_engine_gets_more_prompts(ray: FakeRay) -> 
     generator.engines.live()
     engine.do_generate_responses = lambda **_: None  # type: ignore[assignment,method-assign,return-value]
     generator._dispatch_prompts_to_vllm([f"p{i}" for i in range(6)], 6 * [""])
-    generator._hand_out()
-    assert len(engine.asked) == 2 and len(generator.work.waiting) == 4
+    generator.router.hand_out()
+    assert len(engine.asked) == 2 and len(generator.router.work.waiting) == 4
 
 
 def test_dynamic_filtering_replaces_prompts_as_before(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:

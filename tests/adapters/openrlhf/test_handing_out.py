@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import ray  # noqa: E402
 
 from tensorhub_plugins.core import start_server  # noqa: E402
-from tensorhub_plugins.openrlhf import routing  # noqa: E402
+from tensorhub_plugins.openrlhf import generation  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
 
 PROMPTS = 24
@@ -92,7 +92,7 @@ def test_what_an_engine_was_not_given_it_cannot_hold_up(cluster: None, per_engin
 
     killer = threading.Thread(target=kill_when_the_rest_is_done)
     with start_server() as server:
-        generator = routing.SamplesGenerator(
+        generator = generation.SamplesGenerator(
             options=Options(hub=server.address, run="r", prompts_per_engine=per_engine),
             is_partial=True,
             is_sync=False,
@@ -106,7 +106,7 @@ def test_what_an_engine_was_not_given_it_cannot_hold_up(cluster: None, per_engin
         samples, *_ = generator.generate_samples()
         killer.join()
         generator.reporter.stop()
-        generator._client.close()
+        generator.target.client.close()
     assert Counter(sample.prompts[0] for sample in samples) == {f"p{i}": SAMPLES for i in range(PROMPTS)}
     assert len(seen["hanging"]) == PROMPTS - elsewhere
     assert Counter(ray.get(quick.wait_for.remote(PROMPTS))) == {f"p{i}": 1 for i in range(PROMPTS)}

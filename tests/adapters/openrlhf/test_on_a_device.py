@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from tensorhub_plugins.core import Client, Publisher, start_server  # noqa: E402
 from tensorhub_plugins.core.device.graph_capture import acting  # noqa: E402
 from tensorhub_plugins.core.memory.downloads import Downloads  # noqa: E402
-from tensorhub_plugins.openrlhf import config, trainer  # noqa: E402
+from tensorhub_plugins.openrlhf import config, policy_ranks  # noqa: E402
 
 
 def rank_of(device: Simulation, address: str, in_background: bool | None) -> Any:
@@ -25,11 +25,11 @@ def rank_of(device: Simulation, address: str, in_background: bool | None) -> Any
     model = Qwen2ForCausalLM(Qwen2Config(**shape, num_attention_heads=4, num_key_value_heads=2))
     for parameter in model.parameters():
         parameter.data = device.put(parameter.data)
-    rank = trainer.PolicyModelActor.__new__(trainer.PolicyModelActor)
+    rank = policy_ranks.PolicyModelActor.__new__(policy_ranks.PolicyModelActor)
     rank.actor = SimpleNamespace(model=SimpleNamespace(module=model))
     rank._is_sharded = rank._by_parts = False
-    rank._steps = trainer.checkpoint_names.steps(model, trainer.parts.shape_of)
-    specs = [spec for step in rank._steps for spec in trainer._specs(step)]
+    rank._steps = policy_ranks.checkpoint_names.steps(model, policy_ranks.parts.shape_of)
+    specs = [spec for step in rank._steps for spec in policy_ranks._specs(step)]
     client = Client(address, run="r", model="actor", replica="trainer")
     rank._publisher = Publisher(
         client,
@@ -58,7 +58,7 @@ def test_the_next_step_waits_on_the_device_and_not_on_the_host(monkeypatch: pyte
         wait(downloads)
 
     released: list[bool] = []
-    monkeypatch.setattr(trainer, "release_cached_memory", lambda: released.append(True))
+    monkeypatch.setattr(policy_ranks, "release_cached_memory", lambda: released.append(True))
     with Simulation(5) as device, start_server() as server:
         rank = rank_of(device, server.address, chosen)
         weights = dict(rank.actor.model.module.named_parameters())

@@ -36,7 +36,7 @@ def policy(rank: int, port: str, address: str, folder: Path, stage: str, mode: s
     """OpenRLHF's actor of one rank, as its driver makes it."""
     from openrlhf.utils import get_strategy
 
-    from tensorhub_plugins.openrlhf import doctor, trainer
+    from tensorhub_plugins.openrlhf import doctor, policy_ranks
 
     backend = f"tensorhub{address.removeprefix('tcp')}?run=r&recover_weights={mode}&timeout_s=20"
     args = doctor.parse(
@@ -49,7 +49,7 @@ def policy(rank: int, port: str, address: str, folder: Path, stage: str, mode: s
         ]
     )
     strategy = get_strategy(args)
-    actor = trainer.PolicyModelActor(RANKS, rank, "127.0.0.1", int(port))
+    actor = policy_ranks.PolicyModelActor(RANKS, rank, "127.0.0.1", int(port))
     actor.init_model_from_pretrained(strategy, args.actor.model_name_or_path, max_steps=100)
     return actor
 

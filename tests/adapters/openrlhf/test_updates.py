@@ -27,7 +27,7 @@ from tensorhub_plugins.core import (  # noqa: E402
     version_of,
 )
 from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
-from tensorhub_plugins.openrlhf import routing  # noqa: E402
+from tensorhub_plugins.openrlhf import generation, targets  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
@@ -162,7 +162,7 @@ def test_a_run_that_resumes_is_answered_from_its_checkpoint_also_where_it_publis
     for one in story.engines:
         one.store.trained = 0.5
     comes, seen = threading.Event(), list[int]()
-    settle, offer, look = Publisher.settle, Publisher._offer, routing.SamplesGenerator._to_run_instead_of
+    settle, offer, look = Publisher.settle, Publisher._offer, targets.Target.instead_of
 
     def settles(self: Publisher) -> None:
         if self._coming is not None:
@@ -173,14 +173,14 @@ def test_a_run_that_resumes_is_answered_from_its_checkpoint_also_where_it_publis
         assert comes.wait(TIMEOUT_S)
         return offer(self, *given)
 
-    def looks(self: routing.SamplesGenerator, version: int) -> int:
+    def looks(self: targets.Target, version: int) -> int:
         seen.append(look(self, version))
         comes.set()
         return seen[-1]
 
     monkeypatch.setattr(Publisher, "settle", settles)
     monkeypatch.setattr(Publisher, "_offer", offers)
-    monkeypatch.setattr(routing.SamplesGenerator, "_to_run_instead_of", looks)
+    monkeypatch.setattr(targets.Target, "instead_of", looks)
     need = Engine.need
     monkeypatch.setattr(Engine, "need", lambda *_: None)  # it is no part of OpenRLHF's update
     second = story.life(mode, 2, resumes=True, mark=0.5, in_background=True)
@@ -198,7 +198,7 @@ def test_a_run_that_resumes_is_answered_from_its_checkpoint_also_over_a_restart_
     play_ray(monkeypatch)
     servers = [start_server(limits=HubLimits(grace_s=0.05))]
     story = Story(servers[0].address, tmp_path)
-    is_asked, dispatch = threading.Event(), routing.SamplesGenerator._dispatch_prompts_to_vllm
+    is_asked, dispatch = threading.Event(), generation.SamplesGenerator._dispatch_prompts_to_vllm
 
     def restart() -> None:
         servers.append(start_server(story.address, limits=HubLimits(grace_s=0.05)))
@@ -215,7 +215,7 @@ def test_a_run_that_resumes_is_answered_from_its_checkpoint_also_over_a_restart_
             if not timeout_s:  # who does not wait misses it
                 restart()
 
-    def dispatches(self: routing.SamplesGenerator, *given: Any, **more: Any) -> Any:
+    def dispatches(self: generation.SamplesGenerator, *given: Any, **more: Any) -> Any:
         answer = dispatch(self, *given, **more)
         is_asked.set()
         return answer
@@ -228,11 +228,11 @@ def test_a_run_that_resumes_is_answered_from_its_checkpoint_also_over_a_restart_
         story.start_engines(mode, refuses=lambda version: not is_asked.wait(TIMEOUT_S))
         for one in story.engines:
             one.store.trained = 0.5
-        monkeypatch.setattr(routing.SamplesGenerator, "_dispatch_prompts_to_vllm", dispatches)
+        monkeypatch.setattr(generation.SamplesGenerator, "_dispatch_prompts_to_vllm", dispatches)
         need = Engine.need
         monkeypatch.setattr(Engine, "need", lambda *_: None)  # it is no part of OpenRLHF's update
         second = story.life(mode, 2, resumes=True, mark=0.5)
-        second.generator._client.target = functools.partial(looks, second.generator._client.target)
+        second.generator.target.client.target = functools.partial(looks, second.generator.target.client.target)
         second.run()
         for one in story.engines:
             need(one, version_of(second.controller.tensorhub_attempt, 4))

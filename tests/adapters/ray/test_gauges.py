@@ -17,7 +17,7 @@ from tensorhub_plugins.vllm.ray import replica_metrics  # noqa: E402
 from tensorhub_plugins.vllm.ray.gauges import Gauges, name_of  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
-ALONE = "tensorhub/validation_wait/seconds"  # of a dispatcher's own, see worker_stub.py and openrlhf/routing.py
+ALONE = "tensorhub/validation_wait/seconds"  # of a dispatcher's own, see worker_stub.py and openrlhf/generation.py
 
 
 class Gauge:

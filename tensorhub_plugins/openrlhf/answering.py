@@ -1,0 +1,126 @@
+"""How OpenRLHF's vLLM actor answers: every sample with the version of each of its tokens.
+
+Without partial rollout an answer is of one version. In partial rollout an engine that has to leave gives back all
+tokens there are, and another one goes on from there (partial_answers.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf.trainer.ray import vllm_engine
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from tensorhub_plugins.core import run_log
+from tensorhub_plugins.openrlhf import partial_answers
+from tensorhub_plugins.openrlhf.partial_answers import Call, GivenBack, Journal, Journals, Leaving
+from tensorhub_plugins.openrlhf.versions import came_from
+from tensorhub_plugins.vllm.engine.spans import PREFIX
+from tensorhub_plugins.vllm.ray.health import EngineLost
+from tensorhub_plugins.vllm.ray.owned import OwnedEngine
+
+LEAVING_TIMEOUT_S = 5.0  # for samples that are in their environment and not in vLLM when the engine has to leave
+
+# The class that OpenRLHF decorated. Ray sends it by its name here, so that each process has one copy of it.
+Stock: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+class Answering(Stock):
+    """What OpenRLHF asks an engine for."""
+
+    executor: Any
+    owned: OwnedEngine
+    worker: str
+    is_leaving: bool
+    is_partial: bool  # requests outlive an update
+
+    def _why_not(self) -> str:
+        """Return why it takes no new work; "": it does."""
+        return self.owned.status.why_not
+
+    async def generate_responses(
+        self, *, num_samples: int = 1, min_version: int = 0, journals: list[Journal] | None = None, **kwargs: Any
+    ) -> list[dict[str, Any]] | GivenBack:
+        """Answer as OpenRLHF's engine, from this version or a later one; without partial rollout from one version only.
+
+        journals: what another engine has given back of these samples."""
+        if self.is_leaving:
+            return GivenBack(journals)
+        if why := self._why_not():
+            raise EngineLost(why)
+        kept = Journals(journals, num_samples) if self.is_partial else None
+        async with self.owned.answering(min_version):
+            return await self._samples(kept, num_samples, **kwargs)
+
+    async def _samples(self, kept: Journals | None, count: int, **kwargs: Any) -> list[dict[str, Any]] | GivenBack:
+        """Return the samples, or what there is of them. kept: where that is noted for the engine that may go on."""
+        partial_answers.of_prompt.set(kept)
+        tasks = [asyncio.ensure_future(self.executor.execute(llm_engine=self, **kwargs)) for _ in range(count)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except Leaving:
+            _, late = await asyncio.wait(tasks, timeout=LEAVING_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+            return GivenBack(None if kept is None else kept.all)
+
+    async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        own = partial_answers.of_sample()
+        before = None if own is None else own.find(prompt_token_ids)
+        rest = None if before is None or before.is_whole else partial_answers.rest_of(sampling_params, before)
+        if before is not None and rest is None:
+            assert own is not None
+            came_from(*before.versions)
+            if not before.is_whole:
+                own.note(replace(before, is_whole=True))
+            return SimpleNamespace(outputs=[before.output])
+        if before is None:
+            call, is_whole = await self._ask(prompt_token_ids, sampling_params, multi_modal_data)
+        else:
+            came_from(*before.versions)
+            asked = [*prompt_token_ids, *before.output.token_ids]
+            call, is_whole = await self._ask(asked, rest, multi_modal_data)
+            versions = (*before.versions, *call.versions)
+            call = Call(before.prompt, partial_answers.joined(before, call.output), versions, is_whole)
+        if own is not None:
+            own.note(call)
+        if not is_whole:
+            raise Leaving(f"{self.worker} has to leave")
+        return SimpleNamespace(outputs=[call.output])
+
+    async def _ask(self, prompt: Any, params: Any, multi_modal_data: Any) -> tuple[Call, bool]:
+        """Return one answer of vLLM, and whether it is whole: one that was broken off has the tokens up to then."""
+        started = time.monotonic()
+        if self.is_leaving:
+            raise Leaving(f"{self.worker} has to leave")
+        try:
+            answer = await Stock.generate(self, prompt, params, multi_modal_data)
+            (output,) = answer.outputs
+            spans = await self.owned.spans(answer.request_id, len(output.token_ids))
+        except EngineDeadError as error:
+            run_log.record_request(self.worker, started, "error")
+            self.owned.lifeline.die(error)
+            raise EngineLost(f"{self.worker}: {error}") from error
+        if not spans and output.token_ids:
+            raise EngineLost(f"{self.worker} cannot tell the version of an answer")
+        versions = tuple(version for version, _ in spans) or (self.owned.status.version,)
+        is_whole = not (self.is_leaving and output.finish_reason == "abort")
+        came_from(*versions)
+        outcome = str(output.finish_reason) if is_whole else "given back"
+        run_log.record_request(self.worker, started, outcome, versions, len(output.token_ids))
+        return Call(tuple(prompt), output, versions, is_whole), is_whole
+
+
+def named(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's `generate` under names by which its core knows which version each token came from (spans.py)."""
+
+    def under_our_name(prompt: Any, params: Any, request_id: str) -> Any:
+        return generate(prompt, params, request_id=f"{PREFIX}{uuid.uuid4().hex}")
+
+    return under_our_name
