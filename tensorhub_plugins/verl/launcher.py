@@ -43,9 +43,9 @@ class VerlLauncher:
         self._root, self._options, self._rollouter = root, options, rollouter
         self._replicas: dict[str, Any] = {}  # Ray ends an actor when its last handle is gone
         self._unwanted: set[str] = set()
-        self._joined: set[str] = set()  # since the run began, external servers among them
+        self._joined: set[str] = set()  # by this object, external servers among them, and no spares
         self._left: set[str] = set()  # of these, and of verl's own
-        self._spares: set[str] = set()  # which count for nothing
+        self._settled: frozenset[str] | None = None  # all that were there when this object began; None: not yet known
         self._reserving = asyncio.Lock()  # replicas of several nodes, begun together, do not take a part each
 
     async def start(self, name: str, rank: int, avoid: Collection[str], spare: bool = False) -> Any:
@@ -60,15 +60,12 @@ class VerlLauncher:
             await asyncio.to_thread(self._init, name, replica)
         except Exception as error:
             raise TensorHubError(f"the engine did not start: {_last_line(error)}") from error
-        if spare:
-            self._spares.add(name)
-        else:
+        if not spare:
             await self._count(name)
         return replica.servers[0]
 
     async def join(self, name: str, handle: Any) -> None:
         await handle.tensorhub_join.remote()
-        self._spares.discard(name)
         await self._count(name)
 
     async def _count(self, name: str) -> None:
@@ -148,12 +145,12 @@ class VerlLauncher:
         if not is_external(name):
             await asyncio.to_thread(give_back, name)
         self._replicas.pop(name, None)
-        if handle is not None and name not in self._spares:
-            self._left.add(name)
+        self._left.add(name)
         await self._limit()
 
     def settle(self, names: Collection[str]) -> None:
-        """Do nothing: what a replica holds is found by its name."""
+        """Learn which of verl's own have left before. What a replica holds is found by its name."""
+        self._settled = frozenset(names)
 
     def slots(self, avoid: Collection[str]) -> int:
         return placement.slots(self._bundles(), avoid=avoid) // self._nodes()
@@ -174,19 +171,21 @@ class VerlLauncher:
         them."""
         if self._rollouter is None:
             return
+        joined = len(self._joined - self._left)
         try:
-            await self._rollouter.__ray_call__.remote(set_concurrency, len(self._joined) - len(self._left))
+            await self._rollouter.__ray_call__.remote(set_concurrency, joined, frozenset(self._left), self._settled)
         except RayError as error:
             logger.warning("verl's rollouter was not told how many replicas there are: %s", _last_line(error))
 
 
-def set_concurrency(rollouter: Any, more: int) -> None:
+def set_concurrency(rollouter: Any, joined: int, left: Collection[str], known: Collection[str] | None = None) -> None:
     """Set the limit of verl's FullyAsyncRollouter, which counts the replicas of its own manager alone. Runs in its
-    process."""
+    process. left, known: names of replicas, also of others; None: all of its own were there."""
     if rollouter.max_required_samples is None:
         return  # it has not begun, and will count for itself
-    replicas = len(rollouter.llm_server_manager.get_replicas()) + more
-    samples = max(1, replicas) * rollouter.concurrent_samples_per_replica
+    own = {f"rollout-{one.replica_rank}" for one in rollouter.llm_server_manager.get_replicas()}
+    there = own if known is None else own.intersection(known)
+    samples = max(1, len(there.difference(left)) + joined) * rollouter.concurrent_samples_per_replica
     rollouter.max_concurrent_samples = min(samples, rollouter.max_required_samples)
     rollouter._record_active_count()
 

@@ -190,8 +190,8 @@ def test_an_external_server_ends_no_replica_of_the_same_number(monkeypatch):
 async def test_a_spare_makes_no_room_for_samples_before_it_joins(made, monkeypatch):
     more, told = [], []
 
-    async def call(function, count):
-        more.append(count)
+    async def call(function, joined, left, known):
+        more.append(joined)
 
     async def note(*what):
         told.append(what)
@@ -217,7 +217,7 @@ async def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatc
         max_required_samples=40,
         concurrent_samples_per_replica=16,
         max_concurrent_samples=16,
-        llm_server_manager=SimpleNamespace(get_replicas=lambda: ["first"]),
+        llm_server_manager=SimpleNamespace(get_replicas=lambda: [SimpleNamespace(replica_rank=0)]),
     )
     rollouter._record_active_count = lambda: recorded.append(rollouter.max_concurrent_samples)
 
@@ -247,3 +247,39 @@ async def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatc
     await owner.start_external("external-0", "http://h:1")
     await owner.stop("external-0", handle)
     assert recorded == [32, 40, 32, 16, 16, 16, 32, 16]  # 40: what verl's staleness allows
+
+
+async def test_what_was_lost_with_its_owner_takes_no_room_of_what_comes_after_it(made, monkeypatch):
+    """The owner of what the fleet has started was lost, and all that with it. The next one took each that it was told
+    to stop from a count that had not had it: verl made samples for one replica, whatever came. The control: before."""
+    own = [SimpleNamespace(replica_rank=rank) for rank in (0, 1)]
+    rollouter = SimpleNamespace(
+        max_required_samples=1000,
+        concurrent_samples_per_replica=1,
+        llm_server_manager=SimpleNamespace(get_replicas=lambda: own),
+        _record_active_count=lambda: None,
+    )
+
+    async def call(function, *arguments):
+        function(rollouter, *arguments)
+
+    async def leave():
+        pass
+
+    monkeypatch.setattr(launcher, "give_back", lambda name: None)
+    monkeypatch.setattr(launcher.ray, "kill", lambda handle: None)
+    actor = SimpleNamespace(__ray_call__=SimpleNamespace(remote=call))
+    handle = SimpleNamespace(tensorhub_leave=SimpleNamespace(remote=leave))
+    lost, owner = (VerlLauncher(root(), config.Options(), actor) for _ in range(2))
+    lost.settle(["rollout-0", "rollout-1"])
+    for rank in (2, 3, 4):
+        await lost.start(f"rollout-{rank}", rank, ())
+    await lost.stop("rollout-1", handle)  # one of verl's own
+    assert rollouter.max_concurrent_samples == 4
+    owner.settle(["rollout-0", "rollout-2", "rollout-3", "rollout-4", "rollout-5"])  # what the fleet has, and a spare
+    for rank in (2, 3, 4, 5):
+        await owner.stop(f"rollout-{rank}", handle)
+    assert rollouter.max_concurrent_samples == 1
+    for rank in (6, 7, 8):
+        await owner.start(f"rollout-{rank}", rank, ())
+    assert rollouter.max_concurrent_samples == 4
