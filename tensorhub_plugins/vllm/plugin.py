@@ -127,7 +127,11 @@ def _add_time_to_leave(utils: Any) -> None:
         original(self, *args, **kwargs)
 
     def end(original: Any, self: Any, timeout: float | None = None) -> None:
-        original(self, (timeout or 0.0) + LEAVING_S if getattr(self, NAME) else timeout)
+        if getattr(self, NAME):
+            # From 0.29 on some cores have time of vLLM's own, which it gives to those only that would have none.
+            of_vllm = getattr(utils, "get_engine_process_shutdown_timeout", lambda _, given: given)
+            timeout = (of_vllm(getattr(self, "_request_shutdown_timeout", None), timeout) or 0.0) + LEAVING_S
+        original(self, timeout)
 
     wrap(utils.CoreEngineProcManager, "__init__", begin)
     wrap(utils.CoreEngineProcManager, "shutdown", end)

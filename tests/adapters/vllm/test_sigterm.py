@@ -150,3 +150,27 @@ def test_who_ends_an_engine_of_ours_gives_it_the_time_to_leave() -> None:
         for timeout in (None, 0, 20):
             CoreEngineProcManager(1, vllm_config=config).shutdown(timeout=timeout)
     assert given == [LEAVING_S, LEAVING_S, 20 + LEAVING_S, None, 0, 20] and LEAVING_S > HAND_OVER_TIMEOUT_S
+
+
+def test_the_time_that_vllm_itself_gives_a_core_is_not_cut_short() -> None:
+    """vLLM gives it to cores that would have none, from 0.29 on with ROCm, from 0.33 on by its environment: with the
+    time to leave they had some, and were killed while they freed their device. The control: requests have time."""
+    given: list[Any] = []
+
+    class CoreEngineProcManager:
+        def __init__(self, vllm_config: Any) -> None:
+            self._request_shutdown_timeout = vllm_config.shutdown_timeout
+
+        def shutdown(self, timeout: float | None = None) -> None:
+            given.append(module.get_engine_process_shutdown_timeout(self._request_shutdown_timeout, timeout))
+
+    module: Any = ModuleType("utils")
+    module.CoreEngineProcManager = CoreEngineProcManager
+    module.get_engine_process_shutdown_timeout = lambda request, process: 60 if request == process == 0 else process
+    plugin._add_time_to_leave(module)
+    for load_format in (NAME, "auto"):
+        for shutdown_timeout in (0, 20):
+            load_config = SimpleNamespace(load_format=load_format)
+            config = SimpleNamespace(load_config=load_config, shutdown_timeout=shutdown_timeout)
+            CoreEngineProcManager(config).shutdown(timeout=shutdown_timeout)
+    assert given == [60 + LEAVING_S, 20 + LEAVING_S, 60, 20]
