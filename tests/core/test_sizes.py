@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
     "core": 3_513,
-    "core/client": 5_690,
+    "core/client": 5_696,
     "core/deltas": 685,
     "core/device": 920,
     "core/device/kernels": 515,

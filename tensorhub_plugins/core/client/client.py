@@ -475,9 +475,8 @@ class Client(History):
             self._transfers.add(transfer)
         transfer.direct(self._hub.directive)
         try:
-            destinations.begin()
+            destinations.begin(lambda: machine.deadline)
             read = (outcome := transfer.run()).report
-            destinations.deadline = max(destinations.deadline, machine.deadline)
             destinations.complete(read.version, read.layout)
             if self._hub.directive.is_over(read.version):  # withdrawn or superseded just now
                 self._serving.supersede(self._hub.directive.attempts)

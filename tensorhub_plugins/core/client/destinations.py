@@ -3,8 +3,8 @@ served meanwhile. The shell of a `Transfer` asks for memory and reports what has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -26,11 +26,14 @@ from tensorhub_plugins.core.memory.tied import LiveTensors
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
+T = TypeVar("T")
+
 COMPARED_AT_ONCE = 256  # segments that may be in place, between two looks at the clock and reports that work is done
 
 
 class LiveMemory:
-    """The caller's tensors, read into in place. repairs: what they hold already need not be read.
+    """The caller's tensors, read into in place. repairs: what they hold already need not be read. deadline: for what is
+    compared here; it moves as that of the read does.
 
     parts: their positions in larger ones. wanted: the same, of all of them, as a table. With either, nothing of it can
     be served to others, and one slab is for all source shards.
@@ -47,9 +50,8 @@ class LiveMemory:
         wanted: TensorTable | None = None,
         deadline: float = NEVER,
     ) -> None:
-        self.repairs = repairs
+        self.repairs, self.deadline = repairs, deadline
         self.check_cover: Callable[[Mapping[int, TensorTable], TensorTable, Paced], None] = check_cover
-        self._paced = partial(until, deadline)
         self.live = LiveTensors(tensors, deadline)
         whole = self.live.adopt()
         self._whole: Slab | None = whole  # until it was assigned to a source shard
@@ -60,6 +62,9 @@ class LiveMemory:
         if self.in_part:
             whole.specs = self._wanted
         self._sources: dict[int, TensorTable] = {}
+
+    def _paced(self, items: Iterable[T]) -> Iterator[T]:
+        return until(self.deadline, items)
 
     def of(self, key: ShardKey, manifest: Manifest) -> Slab:
         """Return the tensors that this source shard has. Raise UsageError for some that do not fit, or are missing."""
@@ -107,7 +112,8 @@ class Destinations:
         if into is not None:
             into.check_cover = serving.check_cover
         self.serve, self.for_others, self.borrows = serve, for_others, borrows
-        self.worker, self.deadline = serving.worker, deadline
+        self.worker, self._deadline = serving.worker, deadline
+        self._deadline_of_read: Callable[[], float] = lambda: deadline  # it moves with `Client.fetch(grows=True)`
         self._serving, self._into, self._in_place = serving, into, in_place
         self._wanted = wanted
         self._read = 0  # the number of this read on the shelf
@@ -124,8 +130,14 @@ class Destinations:
         self._parted: dict[int, TensorTable] = {}  # source shards that hold parts
         self._placed: dict[str, int] = {}  # whole tensors of which parts come: the negative number of their slab
 
-    def begin(self) -> None:
+    @property
+    def deadline(self) -> float:
+        """Return the deadline of what is done here now: that of the read, where that has moved."""
+        return max(self._deadline, self._deadline_of_read())
+
+    def begin(self, deadline_of_read: Callable[[], float]) -> None:
         """Prepare for the request for sources. Raise UsageError when the memory is read into already, or published."""
+        self._deadline_of_read = deadline_of_read
         if self._into is not None:
             self._claim(self._into.live.whole)
         if self.borrows:
@@ -252,7 +264,7 @@ class Destinations:
 
     def _memory_for(self, key: ShardKey, manifest: Manifest, loan: Borrowed | None) -> Slab:
         if self._into is not None and self._in_place in (None, key.layout):
-            self._live = self._into
+            self._live, self._into.deadline = self._into, self.deadline
             return self._into.of(key, manifest)
         if key.layout == CHECKPOINT and self._wanted is not None:
             return self._place_wanted(self._wanted).of(key, manifest)
@@ -272,6 +284,7 @@ class Destinations:
             self.allocated[0] = slab = self._take(TensorTable.of(plain))
             self._live = LiveMemory(slab.tensors(), wanted=wanted, deadline=self.deadline)
             self._live.check_cover = self._serving.check_cover
+        self._live.deadline = self.deadline
         return self._live
 
     def _place_parts(self, shard: int, table: TensorTable) -> Slab:

@@ -18,6 +18,7 @@ from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.parts import Held, Ownership, Turns, held_run, held_split
 from tensorhub_plugins.core.client.publisher import Publisher
 from tensorhub_plugins.core.client.serving import Serving
+from tensorhub_plugins.core.deadline import NEVER
 from tensorhub_plugins.core.memory import assembly
 from tensorhub_plugins.core.memory.pool import SlabPool
 
@@ -425,7 +426,7 @@ def test_memory_for_the_parts_of_many_ranks_costs_what_each_of_them_has(monkeypa
         serving = Serving("reader/0", SlabPool(), Budget("reader/0", 1 << 40))
         for version in (1, 2):  # at first a slab for each rank, then one for all
             into = destinations.Destinations(serving, serve=False)
-            into.begin()
+            into.begin(lambda: NEVER)
             Looks.seen = 0
             for rank, table in enumerate(halves_of(count)):
                 into.prepare(ShardKey(version, CHECKPOINT, rank, 2 * count), Manifest(table, bytes(16)))

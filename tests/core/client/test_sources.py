@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from client_processes import SEGMENT, SEGMENTS, SIZE, hold_back, let_go, same_bytes, tensors_of, zeros_like
-from client_stage import FAR, HELD, LATE_S, NEAR, SOON_S, holders, leases, until
+from client_stage import FAR, HELD, LATE_S, NEAR, RUNTIME, SOON_S, holders, leases, until
 
 from tensorhub_plugins.core import (
     CHECKPOINT,
@@ -143,6 +143,21 @@ def test_a_source_is_killed_in_the_middle(stage, progress, transport):
     assert sorted(progress.of("rollout")) == list(range(SEGMENTS))  # each once
     assert len(report.losses) == 1 and "near/0" in report.losses[0]
     assert same_bytes(mine, tensors_of(1))
+
+
+def test_a_read_whose_deadline_grows_begins_anew_after_the_one_that_it_began_with(stage, progress):
+    """In another layout, with memory of its own: what has come until then has moved the deadline."""
+    trainer, peer, rollout = stage.client("trainer"), stage.client("peer"), stage.client("rollout")
+    trainer.publish(1, tensors_of(1))
+    peer.publish(1, {**tensors_of(2), "fused": torch.ones(3)}, RUNTIME)
+    hold_back(peer, 1, HELD, RUNTIME)
+    timeout_s, began = 1.0, time.monotonic()
+    reading = stage.begin(rollout.fetch, 1, (RUNTIME, CHECKPOINT), timeout_s=timeout_s, grows=True, converts=False)
+    progress.wait("rollout", HELD)
+    time.sleep(max(0.0, began + timeout_s + 0.1 - time.monotonic()))
+    peer.close()
+    fetched = reading.result(SOON_S)
+    assert fetched.report.layout == CHECKPOINT and same_bytes(fetched.tensors(), tensors_of(1))
 
 
 def test_the_only_source_is_killed_in_the_middle(stage, progress):
