@@ -21,7 +21,7 @@ CEILINGS = {
     "core/operations": 1_820,
     "core/protocol": 1_193,
     "core/security": 730,
-    "core/transfer": 1_901,
+    "core/transfer": 1_903,
     "core/transports": 7_085,
     "openrlhf": 2_650,
     "verl": 4_260,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tensorhub_plugins.core import resources
-from tensorhub_plugins.core.deadline import Deadline
+from tensorhub_plugins.core.deadline import TIMEOUT_S_MAX, Deadline
 from tensorhub_plugins.core.errors import (
     ProtocolError,
     ResourceRefused,
@@ -385,7 +385,9 @@ class SourceReader:
         return self._target.manifest.segment_range(segment)
 
     def _read(self, link: Link) -> None:
-        for _ in self._arriving(link, self._more(), self._machine.deadline, self._more):
+        grows = self._machine.wanted.grows  # then the deadline moves meanwhile, and `close` ends the read
+        deadline = Deadline.after(TIMEOUT_S_MAX) if grows else self._machine.deadline
+        for _ in self._arriving(link, self._more(), deadline, self._more):
             pass
 
     def _arriving(self, link: Link, segments: list[int], deadline: float, more: More | None = None) -> Iterator[int]:

@@ -160,6 +160,20 @@ def test_a_read_whose_deadline_grows_begins_anew_after_the_one_that_it_began_wit
     assert fetched.report.layout == CHECKPOINT and same_bytes(fetched.tensors(), tensors_of(1))
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_read_whose_deadline_grows_keeps_its_source(stage, progress, transport):
+    trainer, rollout = (stage.client(name, transports=(transport,)) for name in ("trainer", "rollout"))
+    trainer.publish(1, tensors_of(1))
+    hold_back(trainer, 1, HELD)
+    timeout_s, began = 1.0, time.monotonic()
+    reading = stage.begin(rollout.fetch, 1, timeout_s=timeout_s, grows=True)
+    progress.wait("rollout", HELD)
+    time.sleep(max(0.0, began + timeout_s + 0.5 - time.monotonic()))
+    let_go(trainer, 1)
+    fetched = reading.result(SOON_S)
+    assert fetched.report.losses == () and same_bytes(fetched.tensors(), tensors_of(1))
+
+
 def test_the_only_source_is_killed_in_the_middle(stage, progress):
     with start_server() as hub:  # whose heartbeats are so far apart that silence tells nothing before the deadline
         stage.address = hub.address
