@@ -77,7 +77,7 @@ class TensorHubModelLoader(BaseModelLoader):
         """Return the model with its weights; in all workers of an engine at once."""
         start, joining = parse(self.load_config.model_loader_extra_config, vllm_config)
         has_draft = joining is not None and drafts.source_in(vllm_config, joining.draft) == "store"
-        if model_config is not vllm_config.model_config:
+        if _is_draft(model_config, vllm_config):
             if has_draft:
                 return self._made(vllm_config, model_config, prefix, on_disk=start.disk != "never").eval()
             draft = self._from_disk()
@@ -156,6 +156,16 @@ class TensorHubModelLoader(BaseModelLoader):
     def _from_disk(self) -> DefaultModelLoader:
         plain = dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={})
         return DefaultModelLoader(plain)
+
+
+def _is_draft(model_config: Any, vllm_config: Any) -> bool:
+    """Return whether this model drafts for the engine's own. vLLM loads a draft model by a configuration in which it
+    stands in the place of that."""
+    if model_config is not vllm_config.model_config:
+        return True
+    speculative = getattr(vllm_config, "speculative_config", None)
+    of_draft, own = (getattr(speculative, f"{which}_model_config", None) for which in ("draft", "target"))
+    return model_config is of_draft and model_config is not own  # one and the same where nothing drafts by weights
 
 
 def _fill_with_zeros(model: torch.nn.Module) -> None:

@@ -305,3 +305,18 @@ def test_a_version_without_the_heads_is_refused_by_name(drafting: Any, hub: Serv
         update(engine, 2)
         with start(drafting(2, True), extension=None) as fresh:
             assert accepted(engine) == accepted(fresh)
+
+
+@heavy
+def test_a_draft_model_is_read_from_disk_and_is_no_worker_of_the_store(models: Any, bare: Any, hub: Server) -> None:
+    """vLLM loads it by a configuration in which it stands for the model: it was given versions of that, or refused."""
+    speculative = {"method": "draft_model", "model": str(models("llama", 2)), "num_speculative_tokens": 1}
+    options: dict[str, Any] = {"extension": None, "disable_log_stats": False, "speculative_config": speculative}
+    options["model_loader_extra_config"] = {"hub": hub.address, "run": "r", "model": "m", "replica": "engine"}
+    with Engine(models("llama", 2), extension=None) as fresh, trainer(hub) as publisher:
+        publisher.publish(1, checkpoint(models("llama", 1)))
+        with Engine(bare("llama"), load_format="tensorhub", **options) as engine:
+            assert accepted(engine)[1] < 1.0
+            publisher.publish(2, checkpoint(models("llama", 2)))
+            update(engine, 2)
+            assert accepted(engine) == (fresh.generate(), 1.0)  # it drafts with what was on disk
