@@ -5,8 +5,8 @@ socket (`zmq_socket_ctx`), asyncio's for SIGINT cancels a task that awaits nothi
 workers that wait on. A SystemExit is swallowed by no code, and all that it passes end the processes below.
 
 A core whose API server, or script, was killed (for want of memory, say) ends as at SIGTERM, at whatever stage, and so
-do API servers whose parent was: vLLM's own do not notice, and would follow on, under the name, at the address and with
-the memory of what is started in their place.
+do API servers and the coordinator of data parallel ranks whose parent was: vLLM's own do not notice, and would follow
+on, under the name, at the address and with the memory of what is started in their place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tensorhub_plugins.vllm.names import LEAVING_S
 logger = get_logger(__name__)
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
-OWN = ("EngineCore", "ApiServer_", "APIServer_")  # how the names of vLLM's processes begin that end with their parents
+# How the names of vLLM's processes begin that end with their parents.
+OWN = ("EngineCore", "ApiServer_", "APIServer_", "VLLM_DP_Coordinator")
 
 
 @contextlib.contextmanager
@@ -93,6 +94,16 @@ def end_with_parent(drains_s: float = 0.0) -> None:
         threading.Thread(target=end, daemon=True).start()
     except (OSError, AttributeError):
         logger.debug("this kernel does not tell when a process ends")
+
+
+def coordinate(*args: Any, **kwargs: Any) -> None:
+    """Do what vLLM's coordinator of data parallel ranks does, in the process that is started for that, and end with its
+    parent: half a GB stayed of each server that was killed."""
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    end_with_parent()
+    run = vars(coordinate).get("original")  # where this process was forked from one that has it replaced
+    (run or DPCoordinatorProc.run_coordinator)(*args, **kwargs)
 
 
 def call_at_end_of(pid: int, then: Callable[[], None]) -> None:

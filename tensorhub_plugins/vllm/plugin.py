@@ -21,7 +21,7 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
@@ -117,6 +117,11 @@ def _add_health_check(async_llm: Any) -> None:
     wrap(async_llm.AsyncLLM, "check_health", check_health)
 
 
+def _add_to_launch(utils: Any) -> None:
+    _add_time_to_leave(utils)
+    _add_end_of_coordinator(utils)
+
+
 def _add_time_to_leave(utils: Any) -> None:
     """Give a core time to hand over what only it has when it ends; vLLM kills it at once by default, or when its
     requests had their time. Its parent waits only until it has."""
@@ -155,6 +160,24 @@ def _add_ends_of_core(abstract: Any) -> None:
             original(self, vllm_config, *args, **kwargs)
 
     wrap(abstract.Executor, "__init__", begin)
+
+
+def _add_end_of_coordinator(utils: Any) -> None:
+    """Have data parallel's coordinator end with what has started it: it takes no part in the end of the cores."""
+
+    @contextmanager
+    def launch(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with ExitStack() as stack:
+            if _is_ours(vllm_config):
+                from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+                from tensorhub_plugins.vllm.interrupts import coordinate
+
+                vars(coordinate).setdefault("original", DPCoordinatorProc.run_coordinator)
+                stack.enter_context(replaced(DPCoordinatorProc, run_coordinator=coordinate))
+            yield stack.enter_context(original(vllm_config, *args, **kwargs))
+
+    wrap(utils, "launch_core_engines", launch)
 
 
 def _ends_at_signals(vllm_config: Any, *, interactive: bool) -> Any:
@@ -254,7 +277,7 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
     "vllm.v1.engine.core": _add_to_engine_core,
     "vllm.v1.engine.async_llm": _add_health_check,
     "vllm.v1.engine.core_client": _add_ends_of_client,
-    "vllm.v1.engine.utils": _add_time_to_leave,
+    "vllm.v1.engine.utils": _add_to_launch,
     "vllm.v1.executor.abstract": _add_ends_of_core,
     "vllm.entrypoints.serve": _add_routes,
     "vllm.entrypoints.openai.models.serving": _add_adapters,

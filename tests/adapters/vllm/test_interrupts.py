@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tensorhub_plugins.vllm import interrupts, plugin
 from tensorhub_plugins.vllm.interrupts import ends_at_signals
 from tensorhub_plugins.vllm.worker import extension
 
@@ -148,9 +149,12 @@ time.sleep(600)
 """
 
 
+NAMES = ["EngineCore", "EngineCore_DP1", "ApiServer_1", "APIServer_DPRank_1", "VLLM_DP_Coordinator"]
+
+
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux 5.3)")
 @pytest.mark.parametrize("is_late", [False, True], ids=["", "before it looks"])
-@pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1", "ApiServer_1", "APIServer_DPRank_1", "Mine"])
+@pytest.mark.parametrize("name", [*NAMES, "Mine"])
 def test_a_core_ends_with_the_server_that_was_killed(name: str, is_late: bool) -> None:
     """It followed on, and readers got versions of two engines of one name when the server was started again. The
     control: a process of the user's own stays."""
@@ -164,3 +168,32 @@ def test_a_core_ends_with_the_server_that_was_killed(name: str, is_late: bool) -
             assert not select.select([server.stdout], [], [], 0.5)[0]
             os.kill(core, signal.SIGTERM)
         assert server.stdout.read() == "leaves\n"
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+@pytest.mark.parametrize(("load_format", "ends"), [("tensorhub", True), ("auto", False)])
+def test_the_coordinator_of_data_parallel_ranks_is_started_as_one_that_ends(
+    load_format: str, ends: bool, is_forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed when its server was killed. The control: an engine that has nothing of the store."""
+    coordinator = pytest.importorskip("vllm.v1.engine.coordinator")
+    made: list[Any] = []
+    monkeypatch.setattr(coordinator.DPCoordinatorProc, "run_coordinator", made.append)
+    monkeypatch.setattr(interrupts, "end_with_parent", lambda: made.append("ends"))
+    monkeypatch.delattr(interrupts.coordinate, "original", raising=False)
+
+    @contextlib.contextmanager
+    def launch_core_engines(vllm_config: Any) -> Iterator[Any]:
+        yield coordinator.DPCoordinatorProc.run_coordinator
+
+    utils = SimpleNamespace(launch_core_engines=launch_core_engines)
+    plugin._add_end_of_coordinator(utils)
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
+    with utils.launch_core_engines(config) as target:
+        if is_forked:
+            target("runs")
+    if not is_forked:
+        monkeypatch.delattr(interrupts.coordinate, "original", raising=False)  # of this process
+        target("runs")
+    assert made == ["ends", "runs"][not ends :]
+    assert coordinator.DPCoordinatorProc.run_coordinator == made.append
