@@ -247,7 +247,7 @@ def replica_name(actor: str) -> str:
     """Return "rollout-1.0.0" for verl's "rollout_standalone_1CheckpointEngineWorker_0:0" (replica, node, local rank).
 
     Every rollout worker reads all weights, whatever the tensor parallelism, so each is a replica of its own."""
-    found = re.fullmatch(r"rollout_\w+?_(\d+)\D.*_(\d+):(\d+)", actor)
+    found = re.fullmatch(r"rollout_(?!reward_|teacher_)\w+?_(\d+)\D.*_(\d+):(\d+)", actor)
     return f"rollout-{'.'.join(found.groups())}" if found else f"rollout-{actor}"
 
 

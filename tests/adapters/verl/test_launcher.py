@@ -166,6 +166,8 @@ def test_what_belongs_to_a_replica():
         "rollout_standalone_11CheckpointEngineWorker_0:0",
         "vllm_tensorhub_place_11_0",
         "vllm_tensorhub_server_reward_1_0",
+        "rollout_reward_standalone_1CheckpointEngineWorker_0:0",
+        "rollout_teacher_standalone_1_abCheckpointEngineWorker_0:0",
         "tensorhub_null_worker",
     ]
     mine = [actor for actor in actors if launcher.is_actor_of("rollout-1", actor)]
