@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse
 
 from tensorhub_plugins.vllm.admission import BEHIND_S, WAIT_S, Admission, furthest_behind, readiness
 from tensorhub_plugins.vllm.config import start_of
-from tensorhub_plugins.vllm.engine.core_follower import of_all_cores, starts_in
+from tensorhub_plugins.vllm.engine.core_follower import of_all_cores, of_core, starts_in
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.names import NAME
 
@@ -88,7 +88,7 @@ async def _asked(request: Request, question: str, *given: Any) -> Any:
         raise HTTPException(403, "set may_be_held to true, beside follow, in this server's --model-loader-extra-config")
     if config.parallel_config.data_parallel_size > 1:
         raise HTTPException(403, "several engines answer at this address: start one")
-    (kind, message, _), answer = await engine.engine_core.call_utility_async("tensorhub_ask", question, given)
+    (kind, message, _), answer = await of_core(engine.engine_core, "tensorhub_ask", question, given)
     if kind:
         raise HTTPException(409, message)
     return answer

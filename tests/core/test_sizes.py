@@ -25,7 +25,7 @@ CEILINGS = {
     "core/transports": 7_085,
     "openrlhf": 2_650,
     "verl": 4_260,
-    "vllm": 7_844,
+    "vllm": 7_868,
     "vllm/doctor": 800,
     "vllm/ray/fleet": 1_730,
     "vllm/worker": 5_845,

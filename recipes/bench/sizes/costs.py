@@ -262,7 +262,7 @@ class Reader:
     def begin(self) -> None:
         wanted = None if self.whole else TensorTable.of(self.stage.plan.wanted)
         self.into = Destinations(self.stage.serving, serve=False, wanted=wanted, deadline=FOR_EVER)
-        self.into.begin()
+        self.into.begin(lambda: FOR_EVER)
 
     def prepare(self) -> None:
         for shard, manifest in enumerate(self.manifests):

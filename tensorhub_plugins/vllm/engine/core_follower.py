@@ -25,11 +25,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -70,12 +70,15 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+T = TypeVar("T")
+
 NEEDED = (
     "reset_prefix_cache", "reset_encoder_cache", "collective_rpc", "abort_requests", "resume_scheduler",
     "pause_scheduler", "is_scheduler_paused", "shutdown",
 )  # fmt: skip
 CHANGES = ("update_weights", "reload_weights")  # vLLM's calls of workers that change weights, whosever back end it is
 HUB_TIMEOUT_S = 1.0  # one question to the hub; it answers at once when there is something new
+DEAD_POLL_S = 1.0  # how often what waits for an answer of the core looks whether that is dead
 HEALTH_TIMEOUT_S = 2.0  # of one question to the workers
 PAUSED_S = 5.0  # an engine may be paused by another client before that is reported: most do so for a moment
 PAUSED = "another client has paused this engine, or put it to sleep; it installs nothing until that client resumes it"
@@ -211,9 +214,29 @@ async def of_all_cores(client: Any, method: str, *arguments: Any) -> list[Any]:
     client: AsyncLLM's, of its engine cores."""
     cores = getattr(client, "core_engines", ())
     if len(cores) < 2:
-        return [await client.call_utility_async(method, *arguments)]
+        return [await of_core(client, method, *arguments)]
     asked = (client._call_utility_async(method, *arguments, engine=each) for each in cores)
-    return list(await asyncio.gather(*asked))
+    return list(await _unless_dead(client, asyncio.gather(*asked)))
+
+
+async def of_core(client: Any, method: str, *arguments: Any) -> Any:
+    """Return the answer of the first core. Raise EngineDeadError where it dies meanwhile, or has died."""
+    return await _unless_dead(client, client.call_utility_async(method, *arguments))
+
+
+async def _unless_dead(client: Any, asked: Awaitable[T]) -> T:
+    """Return the answer. vLLM leaves what its cores were asked unanswered when they die, and a server waits at its end
+    for the HTTP requests that wait for that."""
+    answer = asyncio.ensure_future(asked)
+    try:
+        while not (await asyncio.wait({answer}, timeout=DEAD_POLL_S))[0]:
+            if client.resources.engine_dead:
+                from vllm.v1.engine.exceptions import EngineDeadError
+
+                raise EngineDeadError
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 async def starts_in(client: Any, request: str, *, forget: bool = False) -> list[tuple[Place, list[Start]]]:

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from tensorhub_plugins.core import version_of  # noqa: E402
 from tensorhub_plugins.vllm import admission, routes  # noqa: E402
 from tensorhub_plugins.vllm.admission import FIRST, Admission, furthest_behind, readiness  # noqa: E402
+from tensorhub_plugins.vllm.engine import core_follower  # noqa: E402
 from tensorhub_plugins.vllm.engine.status import lag_of  # noqa: E402
 from tensorhub_plugins.vllm.exposition import DURATION, FIGURES, IN_FLIGHT, PREFIX  # noqa: E402
 
@@ -434,3 +435,26 @@ async def test_a_hold_whose_client_has_left_is_abandoned(monkeypatch: pytest.Mon
     gone = True
     with pytest.raises(HTTPException, match="released before it was held"):
         await asyncio.wait_for(routes.hold(request, 8, 60.0), 10.0)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+async def test_what_a_dead_core_was_asked_ends(cores: int) -> None:
+    """vLLM leaves it unanswered, and a server whose core was killed waited at its end for those that asked: for a hold
+    as long as its client did. The control: while they live, they are waited for."""
+    exceptions = pytest.importorskip("vllm.v1.engine.exceptions")
+    waits = asyncio.Event()
+
+    async def ask(*_: Any, **__: Any) -> None:
+        waits.set()
+        await asyncio.Event().wait()
+
+    resources = SimpleNamespace(engine_dead=False)
+    client = SimpleNamespace(core_engines=[b""] * cores, resources=resources)
+    client.call_utility_async = client._call_utility_async = ask
+    asked = asyncio.ensure_future(core_follower.of_all_cores(client, "tensorhub_status"))
+    await waits.wait()
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(asyncio.shield(asked), 1.5 * core_follower.DEAD_POLL_S)
+    resources.engine_dead = True
+    with pytest.raises(exceptions.EngineDeadError):
+        await asyncio.wait_for(asked, 10.0)
