@@ -17,6 +17,7 @@ from typing import Any
 
 from tensorhub_plugins.core import HubUnreachable, TensorHubError, UsageError, VersionRefused, work
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.vllm.engine.core_follower import of_core
 from tensorhub_plugins.vllm.engine.follower import UpdateFailed
 from tensorhub_plugins.vllm.interrupts import call_at_end_of
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
@@ -65,7 +66,7 @@ class Lifeline:
         """Return what the follower in the engine's core answers (engine/core_follower.py), however long that takes.
         Raises what it raised, or EngineLost."""
         with self._translating(method):
-            told = await self.engine.engine_core.call_utility_async(method, *args)
+            told = await of_core(self.engine.engine_core, method, *args)
         (kind, message, version), answer = told or (("", "", 0), None)
         if kind:
             raise ERRORS.get(kind, UpdateFailed)(message, version=version or None)

@@ -213,15 +213,8 @@ async def test_a_spare_makes_no_room_for_samples_before_it_joins(made, monkeypat
     assert more == [1, 1, 1, 0] and len(told) == 4
 
 
-async def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatch):
-    recorded = []
-    rollouter = SimpleNamespace(
-        max_required_samples=40,
-        concurrent_samples_per_replica=16,
-        max_concurrent_samples=16,
-        llm_server_manager=SimpleNamespace(get_replicas=lambda: [SimpleNamespace(replica_rank=0)]),
-    )
-    rollouter._record_active_count = lambda: recorded.append(rollouter.max_concurrent_samples)
+def actors_of(rollouter, monkeypatch):
+    """verl's rollouter as an actor, and a server's handle that the launcher can end."""
 
     async def call(function, *arguments):
         function(rollouter, *arguments)
@@ -232,7 +225,20 @@ async def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatc
     monkeypatch.setattr(launcher, "give_back", lambda name: None)
     monkeypatch.setattr(launcher.ray, "kill", lambda handle: None)
     actor = SimpleNamespace(__ray_call__=SimpleNamespace(remote=call))
-    handle = SimpleNamespace(tensorhub_leave=SimpleNamespace(remote=leave))
+    return actor, SimpleNamespace(tensorhub_leave=SimpleNamespace(remote=leave))
+
+
+async def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatch):
+    recorded = []
+    rollouter = SimpleNamespace(
+        max_required_samples=40,
+        concurrent_samples_per_replica=16,
+        max_concurrent_samples=16,
+        llm_server_manager=SimpleNamespace(get_replicas=lambda: [SimpleNamespace(replica_rank=0)]),
+    )
+    rollouter._record_active_count = lambda: recorded.append(rollouter.max_concurrent_samples)
+
+    actor, handle = actors_of(rollouter, monkeypatch)
 
     async def start(*given):
         return "actor"
@@ -262,16 +268,7 @@ async def test_what_was_lost_with_its_owner_takes_no_room_of_what_comes_after_it
         _record_active_count=lambda: None,
     )
 
-    async def call(function, *arguments):
-        function(rollouter, *arguments)
-
-    async def leave():
-        pass
-
-    monkeypatch.setattr(launcher, "give_back", lambda name: None)
-    monkeypatch.setattr(launcher.ray, "kill", lambda handle: None)
-    actor = SimpleNamespace(__ray_call__=SimpleNamespace(remote=call))
-    handle = SimpleNamespace(tensorhub_leave=SimpleNamespace(remote=leave))
+    actor, handle = actors_of(rollouter, monkeypatch)
     lost, owner = (VerlLauncher(root(), config.Options(), actor) for _ in range(2))
     lost.settle(["rollout-0", "rollout-1"])
     for rank in (2, 3, 4):
