@@ -131,6 +131,7 @@ def with_header(body: bytes) -> bytes:
     return m.encode(m.Bye())[: len(m.encode(m.Bye())) - len(msgspec.msgpack.encode(m.Bye()))] + body
 
 
+@pytest.mark.slow
 def test_what_hub_and_client_say_to_each_other():
     ways: list[tuple[list[Any], Callable[[bytes], Any]]] = [
         (hub_messages(), m.decode_from_hub),
@@ -147,6 +148,7 @@ def test_what_hub_and_client_say_to_each_other():
             assert decode(frame) is not None
 
 
+@pytest.mark.slow
 def test_what_readers_and_sources_say_to_each_other():
     encoded = manifest().encoded
     rails = rdma.Dial([])
@@ -173,6 +175,7 @@ def test_what_readers_and_sources_say_to_each_other():
             ProcessMemory(os.getpid(), changed_bytes(rng, bytes(32)), 0)
 
 
+@pytest.mark.slow
 def test_manifests_and_what_is_done_with_them():
     mine = TensorTable.of([TensorSpec("a", "float32", (4, 6), 96), TensorSpec("c", "uint8", (8, 4), 32)])
     whole = manifest()
@@ -198,6 +201,7 @@ def test_manifests_and_what_is_done_with_them():
 # --- the hub ---
 
 
+@pytest.mark.slow
 def test_no_message_makes_the_hub_fail():
     """Its state is what it must be after every one; it would be reset by an exception."""
     rounds = Rounds("the hub's machine")
@@ -220,6 +224,7 @@ def test_no_message_makes_the_hub_fail():
             m.encode(m.Status(1, report(hub.registry, now)))
 
 
+@pytest.mark.slow
 def test_the_hubs_port(caplog):
     caplog.set_level(logging.ERROR)
     rounds = Rounds("the hub's port")
@@ -272,6 +277,7 @@ def frame(body: bytes, rng: random.Random) -> bytes:
     return (changed_bytes(rng, header) if rng.random() < 0.1 else header) + body
 
 
+@pytest.mark.slow
 def test_a_sources_port(caplog):
     caplog.set_level(logging.ERROR)
     rounds = Rounds("a source's port")
@@ -300,6 +306,7 @@ def test_a_sources_port(caplog):
     assert caplog.text == "", rounds
 
 
+@pytest.mark.slow
 def test_a_reader_of_strangers():
     """Whatever a source answers, a reader raises one of our errors."""
     rounds = Rounds("a reader")

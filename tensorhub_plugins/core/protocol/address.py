@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one only since Python 3.11
 
-from tensorhub_plugins.core.deadline import Deadline, aside, remaining_s
+from tensorhub_plugins.core.deadline import POLL_S_MAX, Deadline, aside, remaining_s
 from tensorhub_plugins.core.errors import HubUnreachable, UsageError
 from tensorhub_plugins.core.options import PORT_MAX
 from tensorhub_plugins.core.protocol.reach import format_address, is_of_one_host
@@ -135,7 +135,7 @@ def first_connected(addresses: Sequence[tuple[str, int]], deadline: Deadline) ->
             if now >= ends_at:
                 raise TimeoutError("timed out")
             waits_until = min(ends_at, next_at) if begun < len(addresses) else ends_at
-            for descriptor, _ in poll.poll(math.ceil((waits_until - now) * 1000)):
+            for descriptor, _ in poll.poll(math.ceil(min(waits_until - now, POLL_S_MAX) * 1000)):
                 poll.unregister(descriptor)
                 sock, which = trying.pop(descriptor)
                 if not (number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):

@@ -8,7 +8,6 @@ the role of every message from its connection. A client whose handshake fails wo
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +17,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from tensorhub_plugins.core.deadline import aside
-from tensorhub_plugins.core.process_lifetime import ForeignSocket
+from tensorhub_plugins.core.process_lifetime import ForeignSocket, socket_of
 from tensorhub_plugins.core.protocol.address import parse_address
 from tensorhub_plugins.core.protocol.reach import format_address
 from tensorhub_plugins.core.security.keys import Keys
@@ -154,7 +153,7 @@ class Strangers:
 def _peer_of(descriptor: int) -> str:
     """Return the address at the other end; "": it is closed already."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        with socket_of(descriptor) as connection:
             return str(connection.getpeername()[0]).removeprefix("::ffff:")
     except OSError:
         return ""

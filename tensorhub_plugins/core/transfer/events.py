@@ -81,13 +81,14 @@ class EpochChecked(msgspec.Struct, frozen=True):
 
 class Lost(msgspec.Struct, frozen=True):
     """The source of this shard failed: refused, died, froze or disconnected us. refused: its address refuses
-    connections. unreached: no connection to it was ever made."""
+    connections. unreached: no connection to it was ever made. cut: it took one, and closed it before it was opened."""
 
     shard: int
     session: bytes
     why: str
     refused: bool = False
     unreached: bool = False
+    cut: bool = False
 
 
 class SourceGone(msgspec.Struct, frozen=True):

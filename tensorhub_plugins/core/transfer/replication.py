@@ -279,8 +279,21 @@ class Replication:
                     self.losses.append(f"shard {shard} from {state.peer}: it was slow, another took over its rest")
                     self._avoid[session] = None
                     self._leave(shard, state, session)
+                    self._leave_unopened(session, now)
                 case _:
                     assert_never(action)
+
+    def _leave_unopened(self, session: bytes, now: float) -> None:
+        """Leave this source, which was slow, for the shards that it has not opened yet: they may wait for their turn.
+        Another one may have come meanwhile."""
+        for shard, state in self.shards.items():
+            source = state.sources.get(session)
+            if source is not None and not source.is_open:
+                state.peer = source.grant.worker
+                self.losses.append(f"shard {shard} from {state.peer}: it was slow for another shard")
+                self._leave(shard, state, session)
+                if not state.sources and self._ask_at is None:
+                    self._ask_at = now
 
     def _check_speed(self, shard: int, now: float) -> None:
         """Check the progress of this shard, and ask for an additional source where it is slow."""
@@ -341,6 +354,7 @@ class Replication:
 
     def _shard_done(self, shard: int, state: Shard) -> None:
         """Ask the sources of a shard whose bytes are all here whether they have withdrawn it meanwhile."""
+        self._retries = 0  # it has come nearer, also where all was in place
         for session, source in list(state.sources.items()):
             if not source.given:
                 self._leave(shard, state, session)
@@ -483,6 +497,7 @@ class Replication:
         segments = sum(len(s.missing) for s in missing if s.missing is not None)
         unopened = sum(s.missing is None for s in missing)
         what = [f"{segments} segments"] * (segments > 0) + [f"{unopened} shards not yet opened"] * (unopened > 0)
+        what = what or ["confirmations that what was read is still published"]
         preparing = any(s.is_preparing and s.missing is None for s in missing)
         return errors.DeadlineExceeded(
             self._with_losses(f"{' and '.join(what)} were still missing"),

@@ -10,17 +10,17 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
 from typing_extensions import assert_never
 
-from tensorhub_plugins.core.deadline import check_time, remaining_s, until
+from tensorhub_plugins.core.deadline import POLL_S_MAX, check_time, remaining_s, until
 from tensorhub_plugins.core.errors import DeadlineExceeded, TensorHubError
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory import moves
@@ -43,7 +43,9 @@ T = TypeVar("T")
 
 LOOK_S = 0.02  # between two checks of all readers: with hundreds of them a check is as expensive as a segment
 RENEW_S = 0.1  # between two reports that work is done here
-OPENING_S = 0.2  # for a reader that was not asked for bytes: it may be decoding a manifest, and writes nothing
+TRY_S = 2.0  # a connection to a source that has refused one beside others: it may have been for another reason
+TRY_ALONE_S = 0.2  # the same where none is open: others of this host have its places
+OPENING_S = 0.2  # for all readers not asked for bytes: they may be decoding manifests, and write nothing
 
 
 class Hub(Protocol):
@@ -92,6 +94,16 @@ class Destinations(Protocol):
 
 
 @dataclass
+class Queued:
+    """Readers of one source that are to be started. admitted: so many of them now; at `tries_at` `tries` more."""
+
+    readers: deque[SourceReader] = field(default_factory=deque)
+    admitted: int = 0
+    tries: int = 1
+    tries_at: float = 0.0
+
+
+@dataclass
 class Outcome:
     """The result of a finished transfer. manifests: by source shard. claimed: what this reader is to convert."""
 
@@ -120,6 +132,8 @@ class Transfer:
         self._events: Events = queue.SimpleQueue()
         self._next: deque[events.Event] = deque([events.Begin()])  # to be handled before any other
         self._readers: dict[tuple[int, bytes], SourceReader] = {}  # by shard and source
+        self._opened: defaultdict[bytes, set[SourceReader]] = defaultdict(set)  # by source
+        self._queues: dict[bytes, Queued] = {}  # by source that has refused one beside those
         self._left: list[SourceReader] = []  # closed, and perhaps still writing
         self._targets: dict[int, Target] = {}
         self._granted_at: float | None = None
@@ -148,27 +162,41 @@ class Transfer:
         began = time.monotonic()
         try:
             while not self._ended:
-                event = self._next.popleft() if self._next else self._next_event()
-                self._note(event)
+                event = self._noted(self._next.popleft() if self._next else self._next_event())
                 for effect in self._machine.handle(event, time.monotonic()):
                     self._carry_out(effect)
+                self._start_queued()
         finally:
             self._end()
         if self._error is not None:
             raise self._error
         return self._outcome(began)
 
-    def _note(self, event: events.Event) -> None:
-        """Remember how its sources can be reached, for the client's other transfers, and what they wait for."""
+    def _noted(self, event: events.Event) -> events.Event:
+        """Remember how its sources can be reached, for the client's other transfers, and what they wait for. Return the
+        event: of a source that takes no more readers, that it was reached."""
         match event:
             case events.Arrived(shard, session, waited=waited):
                 worker, now = self._readers[shard, session].grant.worker, time.monotonic()
                 last, waited_s = self._came.get(worker, (self._granted_at or now, 0.0))
                 self._came[worker] = (now, waited_s + waited * (now - last))
-            case events.Lost(_, session, _, _, True):
-                self._unreached.add(session, time.monotonic())
-            case events.Opened(_, session, _, slower) if slower and self._unreached.is_first_slow(session, slower):
-                log.warning("%s", printable(slower))
+            case events.Lost(shard, session, why, _, is_unreached, is_cut):
+                opened, now = self._opened[session], time.monotonic()
+                is_alive = bool(opened) or (is_cut and (not is_unreached or self._unreached.was_reached(session)))
+                if is_alive and self._readers.get((shard, session)) not in opened:  # it takes no more readers from here
+                    queued = self._queues.setdefault(session, Queued())
+                    queued.tries, queued.tries_at = 1, now + (TRY_S if opened else TRY_ALONE_S)
+                    return msgspec.structs.replace(event, unreached=False)
+                if is_unreached:
+                    self._unreached.add(session, now)
+                queued = self._queues.pop(session, Queued())
+                self._next += [events.Lost(each.shard, session, why) for each in queued.readers if self._is_read(each)]
+            case events.Opened(shard, session, _, slower):
+                self._opened[session].add(self._readers[shard, session])
+                self._unreached.reached(session)
+                if slower and self._unreached.is_first_slow(session, slower):
+                    log.warning("%s", printable(slower))
+        return event
 
     def _outcome(self, began: float) -> Outcome:
         ended = time.monotonic()
@@ -202,17 +230,34 @@ class Transfer:
                     return noticed
                 self._stalls_at = min((reader.stalls_at for reader in self._readers.values()), default=float("inf"))
                 self._look_at = now + LOOK_S
-            due = min(self._machine.next_deadline(), self._stalls_at)
+            tries_at = (each.tries_at for each in self._queues.values() if each.readers)
+            due = min(self._machine.next_deadline(), self._stalls_at, *tries_at)
             try:
-                source, event = self._events.get(timeout=remaining_s(due, now))
+                source, event = self._events.get(timeout=min(remaining_s(due, now), POLL_S_MAX))
             except queue.Empty:
                 self._look_at = 0.0
                 return events.Tick()
-            if source is not None and self._readers.get((source.shard, source.grant.session)) is not source:
+            if source is not None and not self._is_read(source):
                 continue
             if isinstance(event, BaseException):
                 raise event
             return event
+
+    def _is_read(self, reader: SourceReader) -> bool:
+        """Return whether this reader was not left, or replaced by another one of the same source."""
+        return self._readers.get((reader.shard, reader.grant.session)) is reader
+
+    def _start_queued(self) -> None:
+        """Start the readers that wait for others of their source to end, as many as have ended. Try more now and then:
+        at first one, and twice as many where none was refused."""
+        for queued in self._queues.values():
+            if queued.readers and (now := time.monotonic()) >= queued.tries_at:
+                queued.admitted += queued.tries
+                queued.tries_at, queued.tries = now + TRY_S, 2 * queued.tries
+            while queued.readers and queued.admitted:
+                if self._is_read(reader := queued.readers.popleft()):
+                    reader.start()
+                    queued.admitted -= 1
 
     def _check_readers(self, now: float) -> events.Event | None:
         """Return the event of a source that has stalled, or that waits itself; None: there is none. While bytes arrive,
@@ -239,12 +284,7 @@ class Transfer:
             case events.Restart(layout):
                 self._restart(layout)
             case events.Open(key, grant, request_id):
-                self._granted_at = self._granted_at or time.monotonic()
-                self._destinations.announce_read(key)
-                deltas = self._destinations.takes_deltas
-                reader = SourceReader(key, grant, self._transports, self._machine, self._events, deltas=deltas)
-                self._readers[key.shard, grant.session], reader.request_id = reader, request_id
-                reader.start()
+                self._open(key, grant, request_id)
             case events.Prepare(key, manifest, lender):
                 self._next.append(self._prepare(key, manifest, lender))
             case events.Read(shard, session, segments):
@@ -266,6 +306,9 @@ class Transfer:
                 reader = self._readers.pop((shard, session))
                 reader.close()
                 self._left.append(reader)
+                if session in self._queues:
+                    self._queues[session].admitted += reader in self._opened[session]
+                self._opened[session].discard(reader)
             case messages.Release(request_id, shard):
                 last = self._left[-1] if self._left else None
                 if last is not None and (last.request_id, last.shard) == (request_id, shard):
@@ -279,6 +322,17 @@ class Transfer:
                 self._ended, self._error = True, error
             case _:
                 assert_never(effect)
+
+    def _open(self, key: ShardKey, grant: messages.Grant, request_id: int) -> None:
+        self._granted_at = self._granted_at or time.monotonic()
+        self._destinations.announce_read(key)
+        deltas = self._destinations.takes_deltas
+        reader = SourceReader(key, grant, self._transports, self._machine, self._events, deltas=deltas)
+        self._readers[key.shard, grant.session], reader.request_id = reader, request_id
+        if grant.session in self._queues:
+            self._queues[grant.session].readers.append(reader)
+        else:
+            reader.start()
 
     def _prepare(self, key: ShardKey, manifest: Manifest, lender: bytes | None) -> events.Event:
         loan = None if lender is None else self._readers[key.shard, lender].take_loan()
@@ -338,8 +392,9 @@ class Transfer:
         readers = [*self._readers.values(), *self._left]
         for reader in readers:
             reader.close()
+        by = time.monotonic() + OPENING_S
         for reader in readers:
-            reader.join(None if reader.writes else OPENING_S)
+            reader.join(None if reader.writes else remaining_s(by, time.monotonic()))
 
     def _end(self) -> None:
         """Make sure that nothing writes into the destinations and no lease is held once run() has returned."""

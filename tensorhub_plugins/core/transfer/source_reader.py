@@ -33,7 +33,7 @@ from tensorhub_plugins.core.security import tls
 from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transports import Bases, Link, More, NotServable, Transport, choices, nothing_in_common
-from tensorhub_plugins.core.transports.stream.channel import Disconnected
+from tensorhub_plugins.core.transports.stream.channel import Disconnected, Full
 from tensorhub_plugins.core.transports.stream.messages import OtherRelease
 from tensorhub_plugins.core.transports.ways import FASTER, WAYS
 from tensorhub_plugins.core.types import DISTANCES, FAR, HOST, NOTHING, ShardKey, distance
@@ -108,10 +108,11 @@ class SourceReader:
         self._closed = False
         self._refused = False  # the source's address refuses connections
         self._forbidden = False  # this host's system does not let us connect there
+        self._cut = self._full = False  # a connection was closed before it was opened, as the source is full
         self._misled = False  # connected to an address that leads elsewhere from other hosts
         self._slower = ""  # the ways that it does not take, and why
         self._busy = 0  # segments that were asked for and have not arrived
-        self._expected_at = time.monotonic() + self._limits.open_s + self._limits.stall_s
+        self._expected_at = float("inf")  # until it is started
         self._told_waiting_at = 0.0
         self._thread = Thread(target=self._run, name=f"tensorhub-read-{grant.worker}")
 
@@ -153,6 +154,7 @@ class SourceReader:
 
     def start(self) -> None:
         """Start its thread."""
+        self._expected_at = time.monotonic() + self._limits.open_s + self._limits.stall_s
         self._thread.start()
 
     def read(self, segments: tuple[int, ...], target: Target, after: list[SourceReader]) -> None:
@@ -273,6 +275,8 @@ class SourceReader:
             raise error
         self._refused |= isinstance(error.__cause__, ConnectionRefusedError)
         self._forbidden |= resources.is_forbidden(error.__cause__)
+        self._cut |= isinstance(error.__cause__, Disconnected)
+        self._full |= isinstance(error.__cause__, Full)
         if self._link is not None:
             self._link.close()
         return found
@@ -426,8 +430,9 @@ class SourceReader:
         link = self._link
         if link is not None and not (is_cut and link is self._proven):
             self._shut(link)
-        is_unreached = (link is None or self._misled) and not (self._forbidden or answers)
-        return events.Lost(self.shard, self.grant.session, why, self._refused and is_unreached, is_unreached)
+        is_unreached = (link is None or self._misled) and not (self._forbidden or self._full or answers)
+        is_refused = self._refused and is_unreached
+        return events.Lost(self.shard, self.grant.session, why, is_refused, is_unreached, self._cut and not is_refused)
 
     def _shut(self, link: Link) -> None:
         if len(self._endpoints) > 1:

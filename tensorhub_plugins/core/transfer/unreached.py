@@ -11,6 +11,7 @@ import threading
 REMEMBERED_S = 60.0
 SOURCES_MAX = 64  # of those; the last ones
 SLOW_MAX = 1024  # sources that are not warned of a second time
+REACHED_MAX = 1024  # sources that were
 
 
 class Unreached:
@@ -19,6 +20,7 @@ class Unreached:
     def __init__(self) -> None:
         self._until: dict[bytes, float] = {}
         self._slow: dict[bytes, str] = {}
+        self._reached: dict[bytes, None] = {}
         self._lock = threading.Lock()
 
     def add(self, session: bytes, now: float) -> None:
@@ -28,6 +30,19 @@ class Unreached:
             self._until[session] = now + REMEMBERED_S
             if len(self._until) > SOURCES_MAX:
                 del self._until[next(iter(self._until))]
+
+    def reached(self, session: bytes) -> None:
+        """Note that this one was connected to."""
+        with self._lock:
+            self._until.pop(session, None)
+            self._reached[session] = None
+            if len(self._reached) > REACHED_MAX:
+                del self._reached[next(iter(self._reached))]
+
+    def was_reached(self, session: bytes) -> bool:
+        """Return whether this one was ever connected to."""
+        with self._lock:
+            return session in self._reached
 
     def is_first_slow(self, session: bytes, why: str = "") -> bool:
         """Return whether this source, which is read by a slower way than it might be, is one for the first time."""

@@ -93,6 +93,9 @@ class TlsChannel(Channel):
                     raise Disconnected("closed the connection")
                 left = left[count:]
 
+    def refuse(self) -> None:
+        self.close()  # it would have to wait for the keys first
+
     def has_input(self) -> bool:
         return self.sock.pending() > 0 or super().has_input()
 
@@ -107,7 +110,7 @@ class TlsChannel(Channel):
             return
         left = deadline - time.monotonic()
         if left <= 0:
-            raise Silent("the deadline passed")
+            raise Silent("was not done")
         try:
             self.sock.settimeout(min(left, self._stall_s))
         except OSError as error:

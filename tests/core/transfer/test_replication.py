@@ -431,6 +431,15 @@ def test_at_the_deadline_it_says_what_is_missing_from_whom():
     assert "2 segments were still missing" in str(error)
 
 
+def test_at_the_deadline_it_says_that_only_the_confirmation_is_missing():
+    story, of = Story(), manifest(1)
+    story.open(1, (A, of))
+    story.arrive(0, A, 0)
+    error = gives_up(story.at(TIMEOUT_S, events.Tick()))
+    assert "confirmations that what was read is still published were still missing" in str(error)
+    assert error.peer == "a/0"
+
+
 def test_at_the_deadline_it_names_the_sources_that_were_lost():
     story, of = Story(), manifest(2)
     story.open(1, (A, of))

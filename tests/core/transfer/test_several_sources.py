@@ -71,6 +71,23 @@ def test_who_is_done_takes_over_from_who_hangs():
     assert "slow" in story.machine.losses[0]
 
 
+def test_a_source_that_was_left_as_slow_is_left_by_the_shards_that_it_has_not_opened_too():
+    """They may wait for its places, and another one may have come. The control: one that it has opened goes on."""
+    story, of = Story(), manifest(8)
+    story.begin()
+    story.then(granted(1, *(grant(shard, A, of) for shard in range(3)), count=3))
+    for shard in (0, 1):
+        story.then(events.Opened(shard, A, of))
+    story.then(msgspec.structs.replace(granted(2, grant(0, B, of), count=3), additional=True))
+    story.now = LIMITS.waits_s + 1.0
+    effects = story.then(events.Opened(0, B, of))
+    closed = [effect for effect in effects if isinstance(effect, events.Close)]
+    assert closed == [events.Close(0, A), events.Close(2, A)] and Release(1, 2, False) in effects
+    (ask,) = [effect.acquire for effect in effects if isinstance(effect, events.AskSources)]
+    assert ask.shards == (2,) and ask.avoid == (A,)
+    assert story.machine.losses[1:] == ["shard 2 from a/0: it was slow for another shard"]
+
+
 def test_who_was_left_is_given_nothing_more():
     story = two_sources(40)
     story.then(events.Opened(0, B, manifest(40)))

@@ -44,6 +44,7 @@ def device_and_suite(request):
         yield simulation, suite
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_conformance(device_and_suite, case):
     simulation, suite = device_and_suite

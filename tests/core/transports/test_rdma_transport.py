@@ -20,6 +20,7 @@ from transport_suite.material import read_equal
 
 from recipes.bench.rdma import __main__ as bench
 from tensorhub_plugins.core.client.arguments import usable
+from tensorhub_plugins.core.deadline import TIMEOUT_S_MAX, Deadline
 from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.memory.adoption import ADOPTIONS_MAX, forget_live_memory
@@ -69,6 +70,7 @@ def fakes() -> Iterator[Fakes]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TransportSuite.CASES)
 def test_conformance(case: str) -> None:
     with TransportSuite(rdma.RdmaTransport, processes=False, held=rdma_fakes.held) as suite:
@@ -106,12 +108,12 @@ def serving(**options: Any) -> Iterator[tuple[rdma.RdmaTransport, Offer, str]]:
         offer.withdraw()
 
 
-def read(reader: rdma.RdmaTransport, endpoint: str) -> rdma_link.RdmaLink:
+def read(reader: rdma.RdmaTransport, endpoint: str, deadline: float | None = None) -> rdma_link.RdmaLink:
     """Everything, checked; the link is returned, not closed."""
     link = reader.connect(endpoint, deadline=far())
     manifest = link.open(KEY, 1, deadline=far())
-    target = {"a": torch.zeros(SIZE, dtype=torch.uint8)}
-    got = list(read_equal(link, range(manifest.segment_count), Slab.adopt(target), deadline=far()))
+    target, until = {"a": torch.zeros(SIZE, dtype=torch.uint8)}, far() if deadline is None else deadline
+    got = list(read_equal(link, range(manifest.segment_count), Slab.adopt(target), deadline=until))
     assert sorted(got) == list(range(manifest.segment_count))
     assert torch.equal(target["a"], content())
     assert link.check(deadline=far())
@@ -190,6 +192,19 @@ def test_the_thread_that_polls_digests_nothing(monkeypatch: pytest.MonkeyPatch) 
             held.set()
             reading.result(20).close()
     assert digested and all(name.startswith("tensorhub-rdma-finish") for name in digested)
+
+
+def test_a_read_may_have_as_long_as_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose deadline grows has a year. While a segment was digested it waited for that long, and failed:
+    poll(2) takes no more than 24 days."""
+
+    def slow(views: Any, algorithm: str) -> bytes:
+        time.sleep(0.02)  # it is waited for
+        return digest_of(views, algorithm)
+
+    monkeypatch.setattr(read_plan, "digest_of", slow)
+    with serving() as (_, _, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
+        read(reader, endpoint, Deadline.after(TIMEOUT_S_MAX)).close()
 
 
 def test_a_digest_that_fails_ends_the_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ from tensorhub_plugins.core.transports.shm.memory_file import MappingCache, Memo
 from tensorhub_plugins.core.transports.shm.process_memory import ProcessMemory
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
 from tensorhub_plugins.core.transports.stream import channel, messages, unix_socket
+from tensorhub_plugins.core.transports.stream.channel import Channel
+from tensorhub_plugins.core.transports.stream.link import greet
 from tensorhub_plugins.core.transports.stream.messages import HEADER
 
 # How the source's memory is read: the kind of its slab, the reader's options, and who copies.
@@ -346,3 +348,31 @@ def test_shm_file_that_is_cut_while_it_is_read(tmp_path):
     with pytest.raises(ProtocolError, match="ends before"):
         block.read(0, 1000, [memoryview(bytearray(1000))])
     block.close()
+
+
+def test_a_full_source_is_heard_that_has_closed_before_its_reader_has_introduced_itself():
+    """The control: one that has closed without a word."""
+    for end, said in ((Channel.refuse, "the source admits no more readers"), (Channel.close, "the source went away")):
+        ours, theirs = socket.socketpair()
+        end(Channel(theirs, "a reader", stall_s=1.0))
+        with pytest.raises(SourceLost, match=said):
+            greet(ours, "a source", stall_s=1.0, deadline=soon())
+
+
+def test_where_more_connect_at_once_than_the_system_queues_they_wait_for_the_source_to_accept():
+    """The control: a source that accepts nobody is lost once the time is over, and one that is gone at once."""
+    endpoint = f"shm://tensorhub-{uuid.uuid4().hex}"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind("\0" + endpoint.removeprefix("shm://"))
+        listener.listen(0)
+        first.connect(listener.getsockname())
+        with pytest.raises(SourceLost, match="temporarily unavailable"):
+            unix_socket.connect(endpoint, "shm://", stall_s=60.0, deadline=soon(0.1))
+        accepts = threading.Timer(0.3, lambda: [listener.accept()[0].close() for _ in range(2)])
+        accepts.start()
+        with pytest.raises(SourceLost, match="the source went away"):  # after it was accepted
+            unix_socket.connect(endpoint, "shm://", stall_s=60.0, deadline=soon())
+        accepts.join()
+    with pytest.raises(SourceLost, match="not on this host, or gone") as gone:
+        unix_socket.connect(endpoint, "shm://", stall_s=60.0, deadline=soon())
+    assert isinstance(gone.value.__cause__, ConnectionRefusedError)

@@ -219,7 +219,7 @@ def test_one_address_does_not_take_all_places(caplog):
     with served(TcpTransport(limits=limits)) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
         links = [reader.connect(endpoint, deadline=soon()) for _ in range(2)]
         assert all(link.open(KEY, 1, deadline=soon()) for link in links)
-        with pytest.raises(SourceLost):
+        with pytest.raises(SourceLost, match="the source admits no more readers from here now"):
             reader.connect(endpoint, deadline=soon())
         assert "2 readers are connected from there" in caplog.text
     assert _host_of("tcp://10.0.0.1:5") == _host_of("tcp://10.0.0.1:6") != _host_of("tcp://10.0.0.2:5")

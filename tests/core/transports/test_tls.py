@@ -44,6 +44,7 @@ def suite(files: tls.TlsFiles):
         yield suite
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TransportSuite.CASES)
 def test_conformance(suite: TransportSuite, case: str) -> None:
     if reason := suite.skip_reason(case):
@@ -230,6 +231,7 @@ def test_who_has_no_tls_hears_what_is_missing() -> None:
     assert nothing_in_common({"shm": "x"}, far=False, tls_only=True) == "no common transport: it has ['shm']"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("required", [True, False])
 def test_a_plain_source_of_another_site_is_refused_where_tls_is_required(
     monkeypatch: pytest.MonkeyPatch, files: tls.TlsFiles, required: bool
@@ -258,6 +260,7 @@ def test_a_plain_source_of_another_site_is_refused_where_tls_is_required(
         assert set(fetched.report.transports) == {"tls"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("required", [True, False])
 def test_a_source_that_requires_tls_is_not_read_without_by_another_site(
     monkeypatch: pytest.MonkeyPatch, files: tls.TlsFiles, required: bool

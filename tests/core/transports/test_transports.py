@@ -45,6 +45,7 @@ def suite(request):
         yield suite
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TransportSuite.CASES)
 def test_conformance(suite, case):
     if reason := suite.skip_reason(case):
@@ -52,6 +53,7 @@ def test_conformance(suite, case):
     suite.run(case)
 
 
+@pytest.mark.slow
 def test_check_transport_runs_all_cases():
     report = check_transport(TcpTransport, processes=False)
     assert set(report.passed) | set(report.skipped) == set(TransportSuite.CASES)
@@ -201,6 +203,7 @@ def closes_once(self):
     TcpLink.close(self)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "methods"),
     [
@@ -322,6 +325,7 @@ def test_a_source_that_waits_for_no_expected_offer_fails(monkeypatch):
         suite.run("expected_offer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "damage"),
     [

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import pytest
 from transport_helpers import KEY, served, soon
 
-from tensorhub_plugins.core.deadline import Deadline
+from tensorhub_plugins.core.deadline import TIMEOUT_S_MAX, Deadline
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.protocol import address
-from tensorhub_plugins.core.transports import tcp
+from tensorhub_plugins.core.transports import TransportLimits, tcp
 from tensorhub_plugins.core.transports.stream import tcp_socket
+from tensorhub_plugins.core.transports.stream.channel import Full
 from tensorhub_plugins.core.transports.tcp import FAR_STREAMS, TcpTransport
 from tensorhub_plugins.core.transports.ways import KNOWN_MAX, MEASURED_S, SHUT_S, WAYS, Ways
 
@@ -139,6 +140,13 @@ def test_the_others_are_begun_beside_one_that_does_not_answer(monkeypatch: pytes
         assert (which, begun) == (1, [nowhere, there]), "and the third one is not"
 
 
+def test_a_deadline_may_be_as_far_as_any() -> None:
+    """poll(2) takes 24 days at most."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sock, _ = address.first_connected([listening.getsockname()], Deadline.after(TIMEOUT_S_MAX))
+        sock.close()
+
+
 def test_another_service_at_the_address_is_passed_over() -> None:
     """10.0.0.5 of another network, for example."""
 
@@ -156,6 +164,26 @@ def test_another_service_at_the_address_is_passed_over() -> None:
         assert reached(ssh, here) == here
         assert WAYS.order([ssh, here], time.monotonic()) == [here, ssh]
         thread.join(SOON_S)
+
+
+def test_one_that_says_that_it_is_full_is_full_whatever_is_at_the_other_addresses() -> None:
+    """Else the hub is told that the source refuses connections, or cannot be connected to. The control: another worker
+    has that address here, and the source is at the other one."""
+    limits = TransportLimits(readers_per_peer_max=1)
+    with (
+        served(TcpTransport(limits=limits)) as (_, full),
+        served(TcpTransport()) as (_, here),
+        silent() as port,
+        contextlib.closing(TcpTransport()) as reader,
+    ):
+        link = reader.connect(full, deadline=soon())
+        assert link.open(KEY, 1, deadline=soon())
+        for other in (f"tcp://127.0.0.1:{shut_port()}", f"tcp://127.0.0.1:{port}"):
+            began = time.monotonic()
+            with pytest.raises(SourceLost, match="admits no more readers") as lost:
+                reader.connect(f"{full},{other}", deadline=soon())
+            assert isinstance(lost.value.__cause__, Full) and time.monotonic() < began + 2 * tcp_socket.ACCEPTED_S
+        assert reached(full, here) == here
 
 
 def test_a_name_that_is_not_looked_up_does_not_keep_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +205,7 @@ def test_a_name_that_is_not_looked_up_does_not_keep_the_others_waiting(monkeypat
         release.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nowhere", ["silent", "refuses", "unknown"])
 def test_a_name_that_is_looked_up_late_has_its_turn(monkeypatch: pytest.MonkeyPatch, nowhere: str) -> None:
     """Beside an address that this reader does not reach. It was never looked at, at every try."""

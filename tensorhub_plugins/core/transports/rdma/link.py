@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
+from tensorhub_plugins.core.deadline import POLL_S_MAX
 from tensorhub_plugins.core.device.devices import Device
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.machine import cores
@@ -437,10 +438,10 @@ def _wait(
         poll.register(beside, select.POLLIN)
     now = time.monotonic()
     if now >= deadline:
-        raise Silent("the deadline passed")
+        raise Silent("was not done")
     if now >= stalls_at:
         raise Silent("sent nothing")
-    ready = dict(poll.poll(max(1, int((min(deadline, stalls_at) - now) * 1000))))
+    ready = dict(poll.poll(max(1, int((min(deadline, stalls_at, now + POLL_S_MAX) - now) * 1000))))
     for each in pairs:
         if each.fd in ready:
             each.take_event()

@@ -22,7 +22,7 @@ import msgspec
 
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.process_lifetime import close_in_children
-from tensorhub_plugins.core.transports.stream.messages import CONTROL, HEADER
+from tensorhub_plugins.core.transports.stream.messages import CONTROL, FULL, HEADER, HELLO, MAGIC, PROTOCOL
 from tensorhub_plugins.core.types import DECODE_ERRORS
 
 DESCRIPTOR = b"F"
@@ -36,6 +36,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 class Disconnected(Exception):
     """The other side has closed, died, or cut us off."""
+
+
+class Full(Disconnected):
+    """The source has said that it admits no more readers now, before it closed the connection."""
 
 
 class Stranger(Disconnected):
@@ -116,6 +120,12 @@ class Channel:
                 if not count:
                     raise Disconnected("closed the connection")
                 batch = remaining_buffers(batch, count)
+
+    def refuse(self) -> None:
+        """Say to a reader that this source is full, without waiting for anything, and close."""
+        with contextlib.suppress(OSError):
+            self.sock.send(HELLO.pack(MAGIC, PROTOCOL, FULL, b""), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        self.close()
 
     def send_descriptors(self, fds: Sequence[int], deadline: float) -> None:
         """Pass open files to the process at the other end of a UNIX socket, with one byte to carry them."""
@@ -243,7 +253,7 @@ class Channel:
         if deadline is not None:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise Silent("the deadline passed")
+                raise Silent("was not done")
             seconds = min(left, self._stall_s)
         whole = int(seconds)
         micros = int((seconds - whole) * 1e6)

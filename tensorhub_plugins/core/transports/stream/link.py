@@ -19,7 +19,7 @@ from tensorhub_plugins.core.security.leases import prove
 from tensorhub_plugins.core.transports.interface import Bases, LinkProgress, More, NotServable
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, check_segments, runs_of
 from tensorhub_plugins.core.transports.stream import messages as m
-from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent
+from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Full, Silent
 from tensorhub_plugins.core.types import ShardKey
 
 REST_S = 1.0  # to send one message, where nothing else is on its way
@@ -34,10 +34,15 @@ def greet(
     channel = make(sock, peer, stall_s=stall_s)
     try:
         with translated(peer, None, "connect", deadline):
-            channel.send([m.HELLO.pack(m.MAGIC, m.PROTOCOL, 0, b"")], deadline)
+            try:
+                channel.send([m.HELLO.pack(m.MAGIC, m.PROTOCOL, 0, b"")], deadline)
+            except Disconnected as error:  # of a UNIX socket: a full source has closed already, and said so before
+                if not isinstance(error.__cause__, BrokenPipeError):
+                    raise
             greeting = bytearray(m.HELLO.size)
             channel.fill([memoryview(greeting)], deadline)
-            m.check_hello(greeting)
+            if m.check_hello(greeting) == m.FULL:
+                raise Full("admits no more readers from here now")
             channel.nonce = bytes(greeting[-m.NONCE_SIZE_BYTES :])
     except BaseException:
         channel.close()
@@ -50,6 +55,8 @@ def translated(peer: str, version: int | None, phase: str, deadline: float) -> I
     """Translate what happens to a connection into SourceLost, with all that is known about it. This is the seam."""
     try:
         yield
+    except Full as error:
+        raise SourceLost(f"the source {error}", version=version, peer=peer, phase=phase) from error
     except Disconnected as error:
         raise SourceLost(f"the source went away: {error}", version=version, peer=peer, phase=phase) from error
     except Silent as error:

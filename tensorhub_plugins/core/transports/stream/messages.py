@@ -36,7 +36,8 @@ from tensorhub_plugins.core.types import ShardKey
 MAGIC = b"TENSORHB"
 PROTOCOL = 7
 NONCE_SIZE_BYTES = 16
-HELLO = struct.Struct(f"!8sHH{NONCE_SIZE_BYTES}s")  # magic, protocol version, 0, nonce of the source
+HELLO = struct.Struct(f"!8sHH{NONCE_SIZE_BYTES}s")  # magic, protocol version, 0 or FULL, nonce of the source
+FULL = 1  # the source closes the connection: it has no place for one more reader
 # Kind, 1: the source had to wait for it, segment, length of what follows in bytes (READY: how many segments).
 HEADER = struct.Struct("!BBxxIQ")
 CONTROL, SEGMENT, ALIVE, READY, DELTA = 1, 2, 3, 4, 5
@@ -144,12 +145,14 @@ class OtherRelease(ProtocolError):
     """The other side speaks another version of this protocol."""
 
 
-def check_hello(greeting: bytes | bytearray) -> None:
-    """Raise ProtocolError when the other side speaks another protocol, OtherRelease for another version of it."""
-    magic, version, _, _ = HELLO.unpack(greeting)
+def check_hello(greeting: bytes | bytearray) -> int:
+    """Return 0, or FULL. Raise ProtocolError when the other side speaks another protocol, OtherRelease for another
+    version of it."""
+    magic, version, state, _ = HELLO.unpack(greeting)
     if magic != MAGIC:
         raise ProtocolError(f"its first bytes are {magic!r}: this is no weight transfer of ours")
     if version != PROTOCOL:
         raise OtherRelease(
             f"it speaks transfer protocol {version}, this side {PROTOCOL}: install the same release on both"
         )
+    return int(state)

@@ -168,7 +168,7 @@ class StreamServer:
                 self._connections[channel] = thread
         if full:
             self._warn("refused %s: %s", peer, full)
-            channel.close()
+            channel.refuse()
             return
         self._start(channel, thread)
 

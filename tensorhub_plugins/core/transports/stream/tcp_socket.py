@@ -22,7 +22,7 @@ from tensorhub_plugins.core.protocol.address import (
     stands_for_loopback,
 )
 from tensorhub_plugins.core.protocol.advertised import ANY_PORT, HOST_VARIABLE, PORTS_VARIABLE, ports_of
-from tensorhub_plugins.core.transports.stream.channel import Channel
+from tensorhub_plugins.core.transports.stream.channel import Channel, Full
 from tensorhub_plugins.core.transports.stream.link import greet
 from tensorhub_plugins.core.transports.stream.source import BACKLOG
 from tensorhub_plugins.core.transports.ways import WAYS
@@ -48,12 +48,15 @@ def connect(
     UsageError for what is no endpoint."""
     left = WAYS.order(endpoint.split(","), time.monotonic())
     where = {each: parse_address(each, scheme) for each in left}
+    full: SourceLost | None = None  # as one of them has said; another one may lead to another worker, or to nothing
     while True:
-        if time.monotonic() >= deadline:
-            raise SourceLost("the deadline passed", peer=endpoint, phase="connect")
+        if not left or time.monotonic() >= deadline:
+            raise full or SourceLost("the deadline passed", peer=endpoint, phase="connect")
         try:
             sock, taken = _first_of({each: where[each] for each in left}, Deadline.after(_within(deadline, stall_s)))
         except (OSError, ValueError) as error:  # ValueError: a name that cannot be looked up, like "a..b"
+            if full is not None:
+                raise full from full.__cause__
             raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
         for each in left[: left.index(taken)]:
             WAYS.shut(each, time.monotonic())
@@ -61,10 +64,13 @@ def connect(
         until = Deadline.after(min(_within(deadline) / 2, ACCEPTED_S)) if others else deadline
         try:
             return greet(sock, taken, stall_s=stall_s, deadline=until, make=make)
-        except (SourceLost, ProtocolError):  # another service has that address here
-            if not others:
+        except (SourceLost, ProtocolError) as error:  # another service has that address here
+            if isinstance(error, SourceLost) and isinstance(error.__cause__, Full):
+                full, deadline = error, min(deadline, Deadline.after(ACCEPTED_S))
+            elif full is None and not others:
                 raise
-            WAYS.shut(taken, time.monotonic())
+            else:
+                WAYS.shut(taken, time.monotonic())
             left = others
 
 

@@ -6,6 +6,7 @@ tcp.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -17,6 +18,8 @@ from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import greet
 from tensorhub_plugins.core.transports.stream.source import BACKLOG
+
+AGAIN_S = 0.005  # between two tries where more wait to be accepted than the system queues
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
@@ -65,9 +68,13 @@ def connect(endpoint: str, scheme: str, *, stall_s: float, deadline: float) -> C
     if not endpoint.startswith(scheme) or not name:
         raise UsageError(f"{endpoint!r} is no endpoint of {scheme[:-3]}, which look like {scheme}tensorhub-...")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    until = min(deadline, time.monotonic() + stall_s)
     try:
-        sock.settimeout(max(0.001, min(deadline - time.monotonic(), stall_s)))
-        sock.connect("\0" + name)
+        sock.settimeout(max(0.001, until - time.monotonic()))
+        while (failed := sock.connect_ex("\0" + name)) == errno.EAGAIN and time.monotonic() < until:
+            time.sleep(AGAIN_S)  # unlike TCP's, this connect does not wait itself
+        if failed:
+            raise OSError(failed, os.strerror(failed))
         check_owner(sock)
     except (OSError, ValueError, ProtocolError) as error:
         sock.close()
