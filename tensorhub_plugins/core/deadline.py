@@ -17,6 +17,7 @@ T = TypeVar("T")
 TIMEOUT_S = 60.0  # of calls that move weights, for what does not depend on their size
 SIZE_BYTES_PER_S = 500_000_000  # what any host copies and digests, and 5 Gbit/s transfer, with a margin
 TIMEOUT_S_MAX = 31_536_000.0  # a year: no call needs more, and every clock and message can hold it
+POLL_S_MAX = 3600.0  # at a time: poll(2) takes no more than 24 days
 
 
 class Deadline(float):

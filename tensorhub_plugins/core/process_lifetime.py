@@ -13,7 +13,8 @@ import os
 import resource
 import socket
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,10 +90,23 @@ class ForeignPort:
     def close(self) -> None:
         """Close them in a child."""
         for number in filter(_inode_of, map(int, os.listdir("/proc/self/fd"))):
-            with suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+            with suppress(OSError), socket_of(number) as found:
                 name = found.getsockname()
                 if found.family in (socket.AF_INET, socket.AF_INET6) and name[1] == self._port:
                     os.close(number)
+
+
+@contextmanager
+def socket_of(number: int) -> Iterator[socket.socket]:
+    """Yield a copy of a library's socket. Raise OSError where this is a descriptor of none, or of none any more."""
+    copy = os.dup(number)
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with found:
+        yield found
 
 
 def _inode_of(number: int) -> int:

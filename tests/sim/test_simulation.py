@@ -110,6 +110,7 @@ def test_a_seed_is_the_same_run_every_time() -> None:
     assert trace(1) != trace(2)
 
 
+@pytest.mark.slow
 def test_without_faults_no_source_is_lost_and_nobody_gives_up() -> None:
     """Nor operators: they withdraw what is being read, and pin what only engines of another kind hold."""
     for seed in range(10):
@@ -161,6 +162,7 @@ def losses_without_faults(seed: int, **broken: Any) -> int:
     return total["lost_sources"] - total["cut_off"]
 
 
+@pytest.mark.slow
 def test_a_shelf_that_expects_nothing_turns_away_who_was_sent_to_it() -> None:
     """The control of what the hub relies on when it lends a shard to many at once, of which most have nothing yet."""
     seeds = range(10)

@@ -32,8 +32,8 @@ COMPARED_AT_ONCE = 256  # segments that may be in place, between two looks at th
 
 
 class LiveMemory:
-    """The caller's tensors, read into in place. repairs: what they hold already need not be read. deadline: for what is
-    compared here; it moves as that of the read does.
+    """The caller's tensors, read into in place. repairs: what they hold already need not be read. deadline: that of
+    `live`, for what is compared here; it moves as that of the read does.
 
     parts: their positions in larger ones. wanted: the same, of all of them, as a table. With either, nothing of it can
     be served to others, and one slab is for all source shards.
@@ -50,7 +50,7 @@ class LiveMemory:
         wanted: TensorTable | None = None,
         deadline: float = NEVER,
     ) -> None:
-        self.repairs, self.deadline = repairs, deadline
+        self.repairs = repairs
         self.check_cover: Callable[[Mapping[int, TensorTable], TensorTable, Paced], None] = check_cover
         self.live = LiveTensors(tensors, deadline)
         whole = self.live.adopt()
@@ -64,7 +64,7 @@ class LiveMemory:
         self._sources: dict[int, TensorTable] = {}
 
     def _paced(self, items: Iterable[T]) -> Iterator[T]:
-        return until(self.deadline, items)
+        return until(self.live.deadline, items)
 
     def of(self, key: ShardKey, manifest: Manifest) -> Slab:
         """Return the tensors that this source shard has. Raise UsageError for some that do not fit, or are missing."""
@@ -228,6 +228,7 @@ class Destinations:
     def complete(self, version: int, layout: str) -> None:
         """Finish the read: everything has arrived. Raise UsageError when it cannot stay as it is (see tied.py)."""
         if self._live is not None and self._live.live.tied:
+            self._live.live.deadline = self.deadline
             self._live.live.check(version)
             for offer in self._serving.arriving(self._read) if self.serve else ():
                 offer.move(self._live.live.settled(offer.slab))
@@ -264,7 +265,7 @@ class Destinations:
 
     def _memory_for(self, key: ShardKey, manifest: Manifest, loan: Borrowed | None) -> Slab:
         if self._into is not None and self._in_place in (None, key.layout):
-            self._live, self._into.deadline = self._into, self.deadline
+            self._live, self._into.live.deadline = self._into, self.deadline
             return self._into.of(key, manifest)
         if key.layout == CHECKPOINT and self._wanted is not None:
             return self._place_wanted(self._wanted).of(key, manifest)
@@ -284,7 +285,7 @@ class Destinations:
             self.allocated[0] = slab = self._take(TensorTable.of(plain))
             self._live = LiveMemory(slab.tensors(), wanted=wanted, deadline=self.deadline)
             self._live.check_cover = self._serving.check_cover
-        self._live.deadline = self.deadline
+        self._live.live.deadline = self.deadline
         return self._live
 
     def _place_parts(self, shard: int, table: TensorTable) -> Slab:

@@ -4,6 +4,10 @@ It numbers requests, sends them again when they or their answers were lost, send
 restarted hub must be told: what this worker holds, reads, and has claimed to convert, and what operators have decided.
 The workers have the authoritative state; the hub only has a copy (rule 6).
 
+What it holds here and what is on the shelf are two records. This one is what the hub has been asked to know: it changes
+with each request and answer, so that no Hello repeats what the hub has just refused or released. The shelf is what
+readers get: it changes when they have been disconnected. At rest the two name the same shards.
+
 A deadline that passes without the hub's answer
     Publish: it is withdrawn, unless the shard was announced before (it arrives, and is here whatever the hub says).
     Unpublish: the copy is retained, as if the hub had said so, because it may be the last one (rule 4); MayRelease

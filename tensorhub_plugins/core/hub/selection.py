@@ -15,7 +15,7 @@ import msgspec
 from tensorhub_plugins.core.hub.candidates import Choice, Verdict
 from tensorhub_plugins.core.hub.state import Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import FAR, ShardKey, distance
+from tensorhub_plugins.core.types import CHECKPOINT, FAR, ShardKey, distance
 
 Model = tuple[str, str]  # run and model
 LEASES_PER_SOURCE_MAX = 4  # of one reader: for a version or two, and their converted layouts
@@ -35,9 +35,12 @@ class Question(msgspec.Struct, frozen=True):
     def judge(self, session: bytes, far: int) -> Verdict:
         """Return the verdict on this source, at this distance from the reader: that of the first rule that applies."""
         source, reader, acquire = self.workers[session], self.reader, self.acquire
-        # The reader itself, one that it excludes for good, or one that it reads from already.
-        if source is reader or session in acquire.exclude or session in acquire.beside:
+        # One that it excludes for good, or one that it reads from already.
+        if session in acquire.exclude or session in acquire.beside:
             return Verdict.NEVER
+        # The reader itself: a copy that the hub has asked it to hold may be the last one when its user wants it.
+        if source is reader:
+            return Verdict.LAST_RESORT if self._has_read(reader) else Verdict.NEVER
         # A source that still reads, and so depends on the reader, over any number of steps: rule 3.
         if not self.is_complete(source) and reads_from(source, reader, self.workers):
             return Verdict.NEVER
@@ -67,6 +70,11 @@ class Question(msgspec.Struct, frozen=True):
         """Return whether this source has the whole shard."""
         held = source.holdings.get(self.key)
         return held is not None and held.complete
+
+    def _has_read(self, reader: Worker) -> bool:
+        """Return whether the reader offers a whole copy that it has read, and not published."""
+        was_read = self.is_complete(reader) and reader.holdings[self.key].origin == "replicated"
+        return was_read and self.key.layout == CHECKPOINT
 
     def _has_nearby_source(self) -> bool:
         known = [self.workers[session].hello.location for session in self.acquire.beside if session in self.workers]

@@ -19,6 +19,7 @@ from collections.abc import Collection
 
 import zmq
 
+from tensorhub_plugins.core.process_lifetime import socket_of
 from tensorhub_plugins.core.protocol.messages import FROM_CLIENT_SIZE_BYTES_MAX
 
 WAITING_BYTES_MAX = 8 * FROM_CLIENT_SIZE_BYTES_MAX  # of one connection
@@ -132,7 +133,7 @@ class Unfinished:
 
     def _shut_down(self, descriptor: int) -> bool:
         """Shut down a connection of ZeroMQ's, which then frees what it has of it; return whether it was still there."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        with contextlib.suppress(OSError), socket_of(descriptor) as connection:
             if connection.getsockname()[1:2] == (self._port,):
                 connection.shutdown(socket.SHUT_RDWR)
                 return True

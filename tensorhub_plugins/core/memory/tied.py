@@ -27,10 +27,11 @@ from tensorhub_plugins.core.memory.tensors import check_kept, held, same_bytes
 
 
 class LiveTensors:
-    """The tensors that are read into in place. Raises UsageError, as `Slab.adopt` does, for some that cannot be."""
+    """The tensors that are read into in place. Raises UsageError, as `Slab.adopt` does, for some that cannot be.
+    deadline: for what is done here; the caller may move it."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], deadline: float = NEVER) -> None:
-        self._tensors, self._deadline = held(tensors, deadline), deadline
+        self._tensors, self.deadline = held(tensors, deadline), deadline
         self.whole = Slab.adopt(self._tensors, deadline=deadline)
         if type(tensors) is not dict:
             check_kept(tensors, self._tensors, deadline)
@@ -44,7 +45,7 @@ class LiveTensors:
 
     def settle(self) -> None:
         """Wait for what is queued on their device: a forward pass that still runs would read mixed weights."""
-        synchronize(until(self._deadline, self._tensors.values()))
+        synchronize(until(self.deadline, self._tensors.values()))
 
     @property
     def tied(self) -> bool:
@@ -55,14 +56,14 @@ class LiveTensors:
         """Return these tensors (None: all) as a slab to read into."""
         scratch = self._scratch.tensors() if self._scratch is not None else None
         if names is None:
-            return Slab.adopt(self._tensors, scratch=scratch, deadline=self._deadline) if scratch else self.whole
-        return Slab.adopt({name: self._tensors[name] for name in names}, scratch=scratch, deadline=self._deadline)
+            return Slab.adopt(self._tensors, scratch=scratch, deadline=self.deadline) if scratch else self.whole
+        return Slab.adopt({name: self._tensors[name] for name in names}, scratch=scratch, deadline=self.deadline)
 
     def check(self, version: int) -> None:
         """Compare tied names once everything has arrived. Raise UsageError naming two with different bytes."""
         if self._scratch is None:
             return
-        for name, read in until(self._deadline, self._scratch.tensors().items()):
+        for name, read in until(self.deadline, self._scratch.tensors().items()):
             if not same_bytes(self._tensors[name], read):
                 names = f"{self.whole.ties[name]!r} and {name!r}"
                 raise UsageError(
@@ -73,6 +74,6 @@ class LiveTensors:
 
     def settled(self, slab: Slab) -> Slab:
         """Return a slab with the same names, all in the tensors themselves. Only after `check`."""
-        settled = Slab.adopt({spec.name: self._tensors[spec.name] for spec in slab.specs}, deadline=self._deadline)
+        settled = Slab.adopt({spec.name: self._tensors[spec.name] for spec in slab.specs}, deadline=self.deadline)
         settled.specs = slab.specs
         return settled

@@ -430,6 +430,7 @@ def test_what_arrives_at_a_lender_is_used_by_others_as_it_comes(stage, progress)
     assert same_bytes(second.result(timeout=30).tensors(), tensors_of(1)) and borrowed(second.result())
 
 
+@pytest.mark.slow
 def test_nothing_is_left_open(stage):
     first, second = stage.client("rollout-0", **SHM), stage.client("rollout-1", **SHM)
     first.retain(0)

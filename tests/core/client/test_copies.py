@@ -46,6 +46,7 @@ def quick_stage(small_segments: None, request: pytest.FixtureRequest) -> Iterato
         stage.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("domains", [2, 1])
 def test_a_version_outlives_the_host_of_the_trainer(quick_stage: Stage, domains: int) -> None:
     """Nobody has asked for a copy but the hub. The control: with one domain it dies with its trainer."""

@@ -60,6 +60,7 @@ CALLS: dict[str, tuple[Callable[[Client], Any], str, int | None]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_call_of_a_frozen_hub_ends_and_says_what_it_was_about(stage):
     hub = stage.hub("tcp://127.0.0.1:0")
     stage.address = hub.call("address")

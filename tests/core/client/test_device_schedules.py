@@ -122,6 +122,7 @@ class Story:
             assert all(set(each) == {value_of(version)} for each in seen)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_whatever_happens_nothing_is_mixed_and_all_is_ordered(stage, small_segments) -> None:
     happened: Counter[str] = Counter()

@@ -491,6 +491,7 @@ def test_without_a_hub_it_says_what_to_set(host: Callable[[str], Host], monkeypa
             call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_each_rank_offers_what_it_sees(shared: bool, host: Callable[[str], Host], tmp_path: Path) -> None:
     """Two trainer nodes with disks of their own, or one: each file is offered once, and the folder arrives whole."""
@@ -509,6 +510,7 @@ def test_each_rank_offers_what_it_sees(shared: bool, host: Callable[[str], Host]
     assert {name: found[name] for name in files} == files and found.keys() == files.keys() | {folders.INDEX}
 
 
+@pytest.mark.slow
 def test_deltas_stay_where_one_node_has_the_index_and_another_no_file(
     host: Callable[[str], Host], tmp_path: Path
 ) -> None:

@@ -12,7 +12,15 @@ import torch
 from client_processes import hold_back, let_go, same_bytes, tensors_of, zeros_like
 from client_stage import HELD, SOON_S, Progress, Stage, until
 
-from tensorhub_plugins.core import Client, NotPublished, ShardKey, UsageError, VersionGone, start_server
+from tensorhub_plugins.core import (
+    Client,
+    DeadlineExceeded,
+    NotPublished,
+    ShardKey,
+    UsageError,
+    VersionGone,
+    start_server,
+)
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client import hand_over, session
 
@@ -35,6 +43,26 @@ def test_the_last_copy_goes_to_one_who_wants_it(stage: Stage) -> None:
     assert outcome == [True] and leaver.serving() == []
     leaver.close()
     assert torch.equal(stage.client("rollout-2").fetch(1, timeout_s=10).tensors()["w"], tensors(1.0)["w"])
+
+
+@pytest.mark.parametrize("publishes", [False, True], ids=["it has read it", "control: it has published it"])
+def test_who_was_handed_the_last_copy_may_read_it(stage: Stage, publishes: bool) -> None:
+    """The only rollout has it for others, at the hub's request, before it comes to read it."""
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    if publishes:
+        rollout.publish(1, tensors(1.0))
+        with pytest.raises(DeadlineExceeded, match="held: checkpoint by this worker itself"):
+            rollout.fetch(1, timeout_s=0.2)
+        return
+    trainer.publish(1, tensors(1.0))
+    assert trainer.hand_over(20.0)
+    trainer.close()
+    assert [key.version for key in rollout.serving()] == [1]
+    live = tensors()
+    for _ in range(2):
+        assert rollout.replicate(live, timeout_s=SOON_S, serve=False).version == 1
+        assert torch.equal(live["w"], tensors(1.0)["w"]) and rollout.recheck(1) == ()
+    assert torch.equal(stage.client("late").fetch(1).tensors()["w"], tensors(1.0)["w"])
 
 
 def test_one_of_many_leaves_at_once(stage: Stage) -> None:
@@ -79,6 +107,7 @@ def test_it_ends_in_time_however_many_versions_an_absent_hub_is_asked_about(
     assert asked == [39, 39]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_read_that_is_not_over_keeps_no_other_version_here(
     stage: Stage, progress: Progress, caplog: pytest.LogCaptureFixture, ends: bool

@@ -53,6 +53,7 @@ def test_the_hub_is_killed_in_the_middle_and_comes_back(stage, progress):
         stage.client("other").publish(1, tensors_of(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "control"])
 def test_unpublish_right_after_the_hubs_restart_waits_for_who_reads(stage, progress, announced):
     """The lease is in the reader's Hello. The control forgets it, and the reader is cut off."""

@@ -481,6 +481,7 @@ def sweep(cast: Cast, story: Story, where: Where, points: int | None) -> int:
     return sum(tell(cast, story, Interrupt(where, at)) for at in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORIES)
 def test_an_interrupted_call_leaves_nothing_behind(cast: Cast, name: str) -> None:
     for where in ("caller", "call"):

@@ -13,18 +13,17 @@ from typing import Any
 import pytest
 import torch
 from client_stage import LATE_S, SOON_S
+from hub_limits import AT_ONCE
 
 from tensorhub_plugins.core import Client, HubUnreachable, TensorHubError, UsageError, start_server
 from tensorhub_plugins.core.cli import direct, fetch_status, main
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.hub import exposition
-from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.protocol.address import LOOKUPS_MAX, lookup, resolve
 from tensorhub_plugins.core.transports import create
 
 HANGS_S = 60.0  # as long as a lookup lasts where no name server answers, more than twice what a call is given here
-AT_ONCE = HubLimits(grace_s=0.0)
 
 
 class Resolver:
@@ -123,6 +122,7 @@ def test_what_is_measured_and_tried_waits_for_no_resolver_and_blames_no_peer(res
             assert "the name 'peer' was not looked up in time" in text and "start `tensorhub" not in text
 
 
+@pytest.mark.slow
 def test_the_figures_wait_for_no_resolver(resolver, monkeypatch):
     def reverse(*_: Any) -> Any:
         raise AssertionError("whose full name nobody needs")
@@ -182,6 +182,7 @@ CALLS: dict[str, Callable[[Client], Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_call_ends_in_time_though_the_hub_is_gone_and_its_name_is_not_answered(resolver):
     resolver.hosts["hub"] = "127.0.0.1"
     with start_server(limits=AT_ONCE) as hub:
@@ -199,6 +200,7 @@ def test_every_call_ends_in_time_though_the_hub_is_gone_and_its_name_is_not_answ
     assert time.monotonic() - began < LATE_S
 
 
+@pytest.mark.slow
 def test_a_hub_that_moves_behind_its_name_is_found_again(resolver):
     resolver.hosts["hub"] = "127.0.0.1"
     first = start_server(limits=AT_ONCE)
@@ -215,6 +217,7 @@ def test_a_hub_that_moves_behind_its_name_is_found_again(resolver):
             assert model["newest"] == 2
 
 
+@pytest.mark.slow
 def test_a_hub_that_comes_back_where_it_was_is_heard_though_names_are_not_answered(resolver):
     resolver.hosts["hub"] = "127.0.0.1"
     first = start_server(limits=AT_ONCE)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_limits import AT_ONCE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch_ranks import await_version, leave, started
@@ -215,7 +216,7 @@ def run_case(case, rank, ranks, address, folder):
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.smoke), 3, 4])
 def test_parts_make_what_the_framework_gathers_and_no_rank_gathers(ranks, tmp_path):
     with (
-        start_server() as server,
+        start_server(limits=AT_ONCE) as server,
         started(__file__, ranks, ranks, free_port(), server.address, tmp_path) as processes,
     ):
         for case in CASES[ranks]:

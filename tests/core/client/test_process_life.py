@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -28,6 +29,7 @@ from tensorhub_plugins.core.client import session
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.memory import inherited
+from tensorhub_plugins.core.process_lifetime import socket_of
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 
@@ -335,3 +337,15 @@ def test_a_second_close_waits_for_the_first(stage, monkeypatch):
     order.append("second")
     first.result(SOON_S)
     assert order == ["first", "second"]
+
+
+def test_of_a_number_that_is_no_sockets_any_more_no_copy_stays_open(tmp_path: Path) -> None:
+    """One of each connection whose number a file had by the time of a look stayed. The control: a socket's."""
+    with socket.socket() as listening, (tmp_path / "file").open("w") as file:
+        with pytest.raises(OSError), socket_of(file.fileno()):
+            raise AssertionError("a file is no socket")
+        opened = [path.resolve() for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        assert opened.count(tmp_path / "file") == 1
+        with socket_of(listening.fileno()) as copy:
+            assert copy.family == listening.family and copy.fileno() != listening.fileno()
+        assert copy.fileno() == -1 and listening.fileno() >= 0

@@ -372,6 +372,7 @@ def test_a_converter_that_gives_up_is_replaced(stage):
     assert stage.client("fourth").fetch(layouts=(RUNTIME, CHECKPOINT), converts=False).layout == CHECKPOINT
 
 
+@pytest.mark.slow
 def test_a_converter_that_is_killed_is_replaced(stage):
     with start_server(limits=HubLimits(grace_s=0.2, heartbeat_s=0.3, session_timeout_s=3.0)) as server:
         stage.address = server.address

@@ -393,6 +393,7 @@ def test_a_first_step_that_is_no_version_is_refused_and_begins_nothing(address, 
     one.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retain", [(2, "rack"), None])
 def test_a_trainer_asks_for_copies_that_survive_its_rack(address, retain):
     """The control: who asks for nothing has none made."""

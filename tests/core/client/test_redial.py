@@ -10,20 +10,19 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from hub_limits import AT_ONCE
 from zmq.utils.monitor import recv_monitor_message
 
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.errors import HubUnreachable, UsageError
-from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 HELD = m.Holding(ShardKey(1, CHECKPOINT), b"r" * 16, 1)
 HELLO = m.Hello("r", "m", "a", 0, 1, Location(), {})
-AT_ONCE = HubLimits(grace_s=0.0)
 
 
 @contextlib.contextmanager
@@ -60,6 +59,7 @@ def test_after_so_many_seconds_without_a_word_and_again_after_as_many() -> None:
     assert redials == [31, 52, 81]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knows_both", [True, False], ids=["both addresses", "control: one"])
 def test_a_hub_that_comes_back_at_another_address_is_found_again(knows_both: bool) -> None:
     with contextlib.ExitStack() as stack:

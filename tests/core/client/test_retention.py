@@ -258,6 +258,7 @@ def test_two_operators_pin_at_once_and_everybody_agrees(stage):
         assert {c.wait() for c in (trainer, one, other)} == {pinned}
 
 
+@pytest.mark.slow
 def test_the_only_holder_of_a_pinned_version_is_killed(stage):
     limits = HubLimits(grace_s=0.2, session_timeout_s=0.5, heartbeat_s=0.1)
     with start_server(limits=limits) as server:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from client_processes import Process
+from hub_limits import AT_ONCE
 
 from tensorhub_plugins.core import start_server, version_of
 
@@ -18,7 +19,7 @@ def start() -> Iterator[Any]:
     """Start a process of traced.py at a hub of this test."""
     import traced
 
-    with start_server() as server:
+    with start_server(limits=AT_ONCE) as server:
         started: list[Process] = []
 
         def start(kind: str, run: str, sampler: Any = None) -> Process:

@@ -228,6 +228,7 @@ def test_who_says_that_it_has_begun_an_attempt_takes_no_workers_name(is_trainer:
     assert (SECOND in story.hub.workers) is is_trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["j", None], ids=["of one job", "a plain loop"])
 def test_a_killed_reader_starts_again_under_its_name(job: str | None) -> None:
     keys = Keys.of(b"1" * 32)
@@ -250,6 +251,7 @@ def test_a_killed_reader_starts_again_under_its_name(job: str | None) -> None:
             first.close()
 
 
+@pytest.mark.slow
 def test_the_former_life_hears_why_its_calls_fail() -> None:
     keys = Keys.of(b"1" * 32)
     options: dict[str, Any] = {"run": "r", "transports": ("tcp",), "keys": keys, "job": "j"}

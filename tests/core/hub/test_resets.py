@@ -20,6 +20,7 @@ from client_processes import Dealer, Hub, HubOfFewFiles, Process, Router
 
 from tensorhub_plugins.core import Client, start_server
 from tensorhub_plugins.core.cli import fetch_status
+from tensorhub_plugins.core.process_lifetime import socket_of
 from tensorhub_plugins.core.protocol.address import parse_address
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16 + 1 + 31)  # of ZMTP 3.1, without a secret
@@ -82,6 +83,7 @@ def test_a_peer_that_resets_its_connection_with_much_of_it_unread_ends_no_hub(is
         process.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queue_max", [None, 1000], ids=["a worker", "the control: with a queue that ends"])
 def test_a_hub_that_resets_its_connection_with_much_of_it_unread_ends_no_worker(queue_max: int | None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -135,7 +137,7 @@ def test_the_connection_of_a_host_that_is_gone_without_a_word_ends_by_itself() -
         port = parse_address(hub.address, "tcp")[1]
         while len(found) < 2:  # accepted a moment later
             for number in map(int, os.listdir("/proc/self/fd")):
-                with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+                with suppress(OSError), socket_of(number) as one:
                     if one.family == socket.AF_INET and one.getsockname()[1] == port:
                         asks = one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
                         after_s = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)

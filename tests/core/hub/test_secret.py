@@ -81,6 +81,7 @@ def test_a_stranger_hears_why_within_seconds(server: Server, keys: Keys | None, 
     assert time.monotonic() - began < 2 * SECONDS
 
 
+@pytest.mark.slow
 def test_whose_handshakes_were_refused_is_in_the_status() -> None:
     with start_server(keys=KEYS) as server:
         with joined(server, KEYS):
@@ -236,6 +237,7 @@ def test_a_readers_connection_cannot_speak_in_a_publishers_name(server: Server, 
                 assert isinstance(reply, m.Unpublished)
 
 
+@pytest.mark.slow
 def test_a_hub_that_comes_back_with_the_secret_is_found_again() -> None:
     with start_server(keys=KEYS, limits=HubLimits(grace_s=0.0)) as first:
         address = first.address

@@ -300,6 +300,7 @@ def test_a_closed_link_says_so_and_ends_who_waits(server):
         link.end_lease(1)  # nothing to end any more, and no error
 
 
+@pytest.mark.slow
 def test_closing_leaves_no_thread_and_no_descriptor():
     start_server().close()  # what is made once stays
     before = threads_and_descriptors()

@@ -46,6 +46,7 @@ def ask_again(worker: zmq.Socket[bytes], message: m.ClientMessage) -> m.HubMessa
     raise AssertionError("no answer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_all", [1 << 14, 1 << 40], ids=["with what it has left", "without"])
 @pytest.mark.parametrize("count", [5000, 100], ids=["too much", "the control: as much as may wait"])
 def test_a_connection_of_which_a_busy_hub_has_too_much_to_do_is_cut_off(

@@ -140,6 +140,7 @@ def boxes(cuts: list[list[int]]) -> list[tuple[slice, ...]]:
     return list(product(*([slice(a, b) for a, b in pairwise(each)] for each in cuts)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(drawn=st.lists(splits(), min_size=1, max_size=3), segment_size_bytes=st.integers(1, 40))
 def test_from_any_parts_to_any_parts_the_bytes_are_those_of_plain_slices(drawn, segment_size_bytes):

@@ -95,6 +95,7 @@ begun.wait()
 UNWATCHED = "import atexit\natexit.unregister(pinning._end)\n"
 
 
+@pytest.mark.slow
 def test_no_thread_is_in_torchs_code_when_the_interpreter_ends():
     """It would abort the process, as a trainer was that had closed its client just before: the control is."""
     ended, control = (
