@@ -90,15 +90,9 @@ def _add_to_engine_core(core: Any) -> None:
         finally:
             gate.open()  # a start that fails before its warm-up ends keeps no other engine of this process waiting
         compare_unnamed(engine_core)
-        if _is_ours(vllm_config):
-            from tensorhub_plugins.vllm.engine.core_follower import attach
+        from tensorhub_plugins.vllm.engine.core_follower import attach
 
-            attach(engine_core, vllm_config, owned=_has_our_workers(vllm_config))
-        elif _has_our_workers(vllm_config):
-            from tensorhub_plugins.vllm.engine.caches import Caches
-            from tensorhub_plugins.vllm.engine.core_follower import own
-
-            own(engine_core, Caches(engine_core))
+        attach(engine_core, vllm_config, owned=_has_our_workers(vllm_config))
         return result
 
     wrap(core.EngineCore, "_initialize_kv_caches", initialize_kv_caches)
@@ -115,11 +109,6 @@ def _add_health_check(async_llm: Any) -> None:
             await check_weights(engine)
 
     wrap(async_llm.AsyncLLM, "check_health", check_health)
-
-
-def _add_to_launch(utils: Any) -> None:
-    _add_time_to_leave(utils)
-    _add_end_of_coordinator(utils)
 
 
 def _add_time_to_leave(utils: Any) -> None:
@@ -152,6 +141,11 @@ def _add_ends_of_client(core_client: Any) -> None:
     wrap(core_client.MPClient, "__init__", begin)
 
 
+def _add_to_core_client(core_client: Any) -> None:
+    _add_ends_of_client(core_client)
+    _add_end_of_coordinator(core_client)
+
+
 def _add_ends_of_core(abstract: Any) -> None:
     """Have signals end a core while it waits for its workers, or loads the weights itself."""
 
@@ -162,8 +156,9 @@ def _add_ends_of_core(abstract: Any) -> None:
     wrap(abstract.Executor, "__init__", begin)
 
 
-def _add_end_of_coordinator(utils: Any) -> None:
-    """Have data parallel's coordinator end with what has started it: it takes no part in the end of the cores."""
+def _add_end_of_coordinator(caller: Any) -> None:
+    """Have data parallel's coordinator end with what has started it: it takes no part in the end of the cores. caller:
+    a module with a name of its own for what starts it, which it may have imported before this is registered."""
 
     @contextmanager
     def launch(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -177,7 +172,7 @@ def _add_end_of_coordinator(utils: Any) -> None:
                 stack.enter_context(replaced(DPCoordinatorProc, run_coordinator=coordinate))
             yield stack.enter_context(original(vllm_config, *args, **kwargs))
 
-    wrap(utils, "launch_core_engines", launch)
+    wrap(caller, "launch_core_engines", launch)
 
 
 def _ends_at_signals(vllm_config: Any, *, interactive: bool) -> Any:
@@ -276,8 +271,9 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
     "vllm.distributed.weight_transfer.factory": _add_weight_transfer,
     "vllm.v1.engine.core": _add_to_engine_core,
     "vllm.v1.engine.async_llm": _add_health_check,
-    "vllm.v1.engine.core_client": _add_ends_of_client,
-    "vllm.v1.engine.utils": _add_to_launch,
+    "vllm.v1.engine.core_client": _add_to_core_client,
+    "vllm.entrypoints.cli.serve": _add_end_of_coordinator,
+    "vllm.v1.engine.utils": _add_time_to_leave,
     "vllm.v1.executor.abstract": _add_ends_of_core,
     "vllm.entrypoints.serve": _add_routes,
     "vllm.entrypoints.openai.models.serving": _add_adapters,

@@ -167,7 +167,7 @@ class Core:
 
         def call() -> list[Any]:
             self._held |= method == INSTALL  # also of what has stayed paused since one that failed
-            self._caches.is_stale |= method == INSTALL
+            self._caches.is_stale |= method == INSTALL and self.recompute
             try:
                 answers = list(self._core.collective_rpc(method, args=args, **more))
             except Exception:

@@ -1,7 +1,7 @@
 """What the store adds to vLLM's engine core, the process with the scheduler: only there can weights and caches be one.
 
-`attach` is called (see plugin.py) for engines with `--load-format tensorhub` or the weight transfer backend
-`tensorhub`, and `own` for those that have an owner (verl, OpenRLHF), before the first request.
+`attach` is called (see plugin.py) before the first request of engines with `--load-format tensorhub`, with the weight
+transfer backend `tensorhub`, or with an owner (verl, OpenRLHF).
 
     Weights and caches change as one    Before and after every update_weights, and every reload_weights, the prefix and
                                         encoder caches are forgotten and running requests are computed anew, in
@@ -85,7 +85,8 @@ PAUSED = "another client has paused this engine, or put it to sleep; it installs
 
 
 def attach(core: Any, vllm_config: Any, *, owned: bool = False) -> None:
-    """Add what this engine's configuration asks for; UsageError if it cannot have it. owned: see `own`."""
+    """Add what this engine's configuration asks for; UsageError if it cannot have it. owned: it tells its owner which
+    version each token came from, and follows once that says how (ray/owned.py)."""
     missing = [name for name in NEEDED if not hasattr(core, name)]
     if missing:
         raise UsageError(
@@ -98,30 +99,25 @@ def attach(core: Any, vllm_config: Any, *, owned: bool = False) -> None:
     core.tensorhub_label = partial(label, core)
     if vllm_config.load_config.load_format == NAME:
         _follow(core, caches, vllm_config)
-    if owned and not hasattr(core, "tensorhub_starts"):
-        own(core, caches)
-
-
-def own(core: Any, caches: Caches) -> None:
-    """Have an engine tell which version each token came from, and follow once its owner says how (ray/owned.py)."""
-    if not hasattr(core, "input_queue"):
-        return  # it runs in the process of its caller, which nothing asks
-    whole = Core(core, caches)
-    core.tensorhub_starts, core.tensorhub_label = whole.starts, whole.relabel
-    core.tensorhub_follow = partial(_follow_owner, core, whole)
-    core.tensorhub_leave = lambda: None  # it does not follow
-    whole.settle(_version(core) or 0)
+    # One in the process of its caller has no queue, and nothing asks it.
+    if owned and hasattr(core, "input_queue") and not hasattr(core, "tensorhub_starts"):
+        whole = Core(core, caches)
+        core.tensorhub_starts, core.tensorhub_label = whole.starts, whole.relabel
+        core.tensorhub_follow = partial(_follow_owner, core, whole)
+        core.tensorhub_leave = lambda: None  # it does not follow
+        whole.settle(_version(core) or 0)
 
 
 def _as_one(core: Any, caches: Caches, original: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
     """Have what changes weights change caches and label with them, also when it fails."""
 
     def change() -> Any:
-        before = _version(core)
+        before, *number = _weights(core)
 
         def settled() -> int | None:
-            after = _version(core)
-            caches.is_stale |= after != before and method != "start_weight_update"  # which only begins a round
+            after, *number_now = _weights(core)
+            is_other = (after, number_now) != (before, number)  # of no version they may be others, too
+            caches.is_stale |= is_other and method != "start_weight_update"  # which only begins a round
             return after
 
         try:
@@ -170,8 +166,13 @@ def _stand_still(core: Any) -> None:
 
 def _version(core: Any) -> int | None:
     """Return the version that all workers have, whole; 0: none of the store's; None: they are not in the store."""
-    versions = set(core.model_executor.collective_rpc("tensorhub_version"))
-    return versions.pop() if len(versions) == 1 and not _is_broken(core) else 0
+    return _weights(core)[0]
+
+
+def _weights(core: Any) -> tuple[int | None, ...]:
+    """Return the version, as `_version` does, and a number of each worker, which is another one after each change."""
+    versions, numbers = zip(*core.model_executor.collective_rpc("tensorhub_weights"), strict=True)
+    return versions[0] if len({*versions}) == 1 and not _is_broken(core) else 0, *numbers
 
 
 def _is_broken(core: Any) -> bool:
@@ -411,6 +412,7 @@ class CoreFollower(Follower):
 
     def _want(self, version: int) -> None:
         """Note what the hub says is to be run."""
+        version = min(version, self.last or version)
         self._patient = (-1, 0.0) if version == self.version else self._patient
         if self._behind[0] != self.version or self._wanted == self.version:
             self._behind = self.version, time.monotonic()
@@ -467,6 +469,7 @@ class CoreFollower(Follower):
                 await self._follow_on()
             except Exception as error:  # whatever it is, the next version may succeed
                 if not self._closed:
+                    self._failure = str(error)
                     logger.warning("%s: following goes on after %s: %s", self.worker, type(error).__name__, error)
                     delay_s = RETRY_DELAY_S if version != self.version else min(2 * delay_s, RETRY_DELAY_MAX_S)
                     version = self.version
@@ -481,9 +484,10 @@ class CoreFollower(Follower):
             self._core.settle(self.version)
         if self._how.catches_up:
             await self.catch_up()
-        await self.follow()
-        while not self._closed:  # it has the last version that it follows
-            await self.sleep(HUB_TIMEOUT_S)
+        while not self._closed:
+            await self.follow()
+            await self.sleep(HUB_TIMEOUT_S)  # it has the last version that it follows
+            await self._notice()
 
     def _ask_hub(self, installed: int, *, timeout_s: float, **more: Any) -> int:
         """Ask `Client.target` in short turns: an engine that is shut down does not wait for a version."""
@@ -492,6 +496,8 @@ class CoreFollower(Follower):
             version = client.target(installed, timeout_s=min(timeout_s, HUB_TIMEOUT_S), **more)
         except NotPublished:
             self._want(self._refused_still(installed) if self.refusal[0] else installed or self.version)
+            if installed == self.version and not self.refusal[0]:
+                self._failure = ""  # it has what is to be run
             raise
         self._want(version)
         return version
@@ -514,13 +520,16 @@ class CoreFollower(Follower):
         return True
 
     async def next_version(self) -> int | None:
-        """Look first what other clients have made of the weights: what was replaced or lost is installed again."""
+        await self._notice()
+        return await super().next_version()
+
+    async def _notice(self) -> None:
+        """Look what other clients have made of the weights: what was replaced or lost is installed again."""
         if not (self.is_paused or self._one_update.locked()):
             version, is_lost = await self._core.look()
             if not self._one_update.locked():
                 self.version, self.is_broken = version, self.is_broken or is_lost
                 self.is_paused = is_lost
-        return await super().next_version()
 
     async def make_ready(self, version: int) -> int | None:
         other: int | None = version

@@ -108,6 +108,11 @@ class Gate:
             self.inside -= 1
             self._changed.notify_all()
 
+    @property
+    def awaits_prompts(self) -> bool:
+        """Return whether an installation waits for prompts inside."""
+        return self.is_closed and self.inside > 0
+
     async def close(self) -> None:
         """Close it, and return when no prompt is inside."""
         async with self._changed:
@@ -152,6 +157,7 @@ class Follower:
         self._said = ""  # why there is nothing to run
         self._failure = ""  # of the last try, for the hub
         self.version = 0  # installed; 0: what the engine was started with
+        self.last = 0  # of those that it follows, once it has had that
         self.is_broken = False  # an installation failed half way: nothing may be generated
         self.is_paused = False  # and if nothing is broken or installed: because it cannot forget
         self._is_installing = False
@@ -199,6 +205,7 @@ class Follower:
                 self._failure = str(error)
                 await self.sleep(delay_s)
                 delay_s = min(2 * delay_s, RETRY_DELAY_MAX_S)
+        self.last = self.version
 
     async def next_version(self) -> int | None:
         """Return the version to run, if it is not the installed one; or None: ask again."""
@@ -218,8 +225,12 @@ class Follower:
             return None
         self._said = ""
         if self.until is not None and step_of(version) > self.until:
-            await self.sleep(RETRY_DELAY_S)  # the last one to follow was missed: stay with what there is
-            return None
+            if not self.last:
+                await self.sleep(RETRY_DELAY_S)  # the last one to follow was missed: stay with what there is
+                return None
+            if self.last in self.refused or not await self.is_visible(self.last):
+                raise UpdateFailed(f"{self.worker} follows no later version, and cannot have it", version=self.last)
+            return self.last  # others have changed or lost it
         if version in self.refused:
             logger.info("%s: version %d was refused, and is tried again because it was pinned", self.worker, version)
             del self.refused[version]
@@ -548,14 +559,17 @@ class Follower:
                     return
 
     async def _need(self, version: int, deadline: Deadline) -> None:
-        """Return when this version or a later one is installed; UpdateFailed at the deadline, VersionRefused when it
-        cannot be. An older one is enough when that is what operators want to be run."""
+        """Return when this version or a later one is installed; UpdateFailed at the deadline, which is put off while
+        the installation waits for prompts; VersionRefused when it cannot be. An older one is enough when that is what
+        operators want to be run."""
         version = bounded(version, self.until)
         while self.is_broken or self.version < version:
             version = min(version, await self._to_run_instead_of(version))
             refused, why = self.refusal
             if refused >= version > self.version:
                 raise VersionRefused(why, version=refused)
+            if self.gate is not None and self.gate.awaits_prompts and not self.is_broken:
+                deadline = Deadline.after(self.timeout_s)  # this engine works, and its agent or reward takes so long
             until = work.until(deadline - self.timeout_s, work.last_at(), self.timeout_s) if self.grows else deadline
             if time.monotonic() >= until:
                 raise UpdateFailed(

@@ -13,13 +13,14 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError, OutOfMemoryError, RayActorError
 
 from tensorhub_plugins.core import DeadlineExceeded
 from tensorhub_plugins.vllm.ray.fleet.types import Entry, Seen
 
-# Of an actor that Ray will not start again: the second says that the node is lost to which it was pinned.
-DEAD = (ActorDiedError, ActorUnschedulableError)
+# Of an actor that Ray will not start again: the second says that the node is lost to which it was pinned, the third
+# that it was short of memory.
+DEAD = (ActorDiedError, ActorUnschedulableError, OutOfMemoryError)
 ENDED = (RayActorError, *DEAD)
 
 

@@ -29,6 +29,8 @@ OWNER_PID = "TENSORHUB_OWNER_PID"  # environment of an engine's actor, inherited
 # every one of them takes a core for good, on two cores the trainer's.
 PROBE_INTERVAL_S = 10.0
 WATCH_INTERVAL_S = 1.0  # how often the actor looks whether vLLM has said that it is dead
+STILL_TOLD_S = 60.0  # for which an actor's own loop stands still before users hear of it
+LOOP_STILL_MAX_S = 5.0  # between two looks: the actor's loop stood still for the rest, and heard no answer of vLLM's
 EXIT_DELAY_S = 0.5  # for answers on their way out; requests still here fail with the actor and are asked elsewhere
 
 ERRORS = {kind.__name__: kind for kind in (HubUnreachable, UsageError, VersionRefused)}  # whose remedy is another one
@@ -56,6 +58,8 @@ class Lifeline:
         self.busy_since = 0.0  # since then an installation keeps the engine from answering, in monotonic seconds
         self.timeout_s = self.still_s = work.STILL_S  # without a piece of work; the first where none ever shows
         self._watching: asyncio.Task[None] | None = None
+        self._looked_at: float | None = None  # when the actor's loop was last known to turn
+        self._told_still: float | None = None
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """Return what every worker answers, in rank order. UpdateFailed has what a worker raised; or EngineLost."""
@@ -110,6 +114,7 @@ class Lifeline:
         asked_at, asked = -PROBE_INTERVAL_S, None
         try:
             while True:
+                self._look()
                 if self.engine.errored:
                     self.die(self.engine.dead_error)
                 if time.monotonic() - asked_at >= PROBE_INTERVAL_S and (asked is None or asked.done()):
@@ -117,8 +122,24 @@ class Lifeline:
                     asked_at, asked = time.monotonic(), asyncio.create_task(self._ping())
                 await asyncio.sleep(min(WATCH_INTERVAL_S, PROBE_INTERVAL_S))
         finally:
+            self._looked_at = None
             if asked is not None:
                 asked.cancel()
+
+    def _look(self) -> None:
+        """Note that the actor's loop turns. While it stood still, as an agent that never awaits makes it, no answer of
+        vLLM's could be heard: that counts as no silence."""
+        now = time.monotonic()
+        still_s = 0.0 if self._looked_at is None else max(0.0, now - self._looked_at - LOOP_STILL_MAX_S)
+        if still_s and self._waiting_since is not None:
+            self._waiting_since = min(now, self._waiting_since + still_s)
+        self._looked_at = now
+
+    @property
+    def still_since(self) -> float | None:
+        """Return since when the actor's loop stands still, in monotonic seconds; None: it turns. For other threads."""
+        looked_at = self._looked_at
+        return looked_at if looked_at is not None and time.monotonic() - looked_at > LOOP_STILL_MAX_S else None
 
     async def _ping(self) -> None:
         with contextlib.suppress(TensorHubError):  # no answer, no sign of life: it shows in `silent_s`
@@ -126,16 +147,29 @@ class Lifeline:
 
     def silent_s(self) -> float:
         """Return the seconds for which vLLM has left a question without an answer. An installation leaves all, as long
-        as it works: judged by what it does (core/work.py), not by how long it takes, up to a bound."""
-        if self._waiting_since is None:
+        as it works: judged by what it does (core/work.py), not by how long it takes, up to a bound. So does a loop of
+        the actor's that stands still."""
+        still_since = self.still_since
+        if still_since is not None:
+            still_s = time.monotonic() - still_since
+            return still_s if still_s > work.TIMES_MAX * self.timeout_s else 0.0
+        if (waiting_since := self._waiting_since) is None:  # once: another thread may be the one that asks
             return 0.0
         if not self.busy_since:
-            return time.monotonic() - self._waiting_since
-        worked_at, now, began = work.last_at(), time.monotonic(), max(self._waiting_since, self.busy_since)
+            return time.monotonic() - waiting_since
+        worked_at, now, began = work.last_at(), time.monotonic(), max(waiting_since, self.busy_since)
         if now >= began + work.TIMES_MAX * self.timeout_s:
             return now - began
         silent_s = now - max(began, worked_at)
         return silent_s if silent_s > (self.still_s if worked_at else self.timeout_s) else 0.0
+
+    def tell_still(self) -> None:
+        """Log once each time that the actor's loop stands still. For other threads."""
+        since = self.still_since
+        if since not in (None, self._told_still) and time.monotonic() - since >= STILL_TOLD_S:
+            self._told_still = since
+            what = "the agent, or what else runs in its actor, has awaited nothing for %.0f s, so no sample goes on"
+            logger.warning(f"%s: {what}: asyncio.to_thread takes what lasts", self.worker, STILL_TOLD_S)
 
     def allow(self, timeout_s: float) -> None:
         """Give installations so long for what does not show, as what workers on other hosts do does not."""
@@ -152,9 +186,10 @@ class Lifeline:
 
 
 def exit_on_error(task: asyncio.Task[None]) -> None:
-    """Done-callback of work without which the engine must not pass for one that follows the store."""
-    if not task.cancelled() and task.exception() is not None:
-        logger.error("this engine cannot go on, leaving so that Ray starts it again", exc_info=task.exception())
+    """Done-callback of work without which the engine must not pass for one that follows the store. After EngineLost
+    its lifeline ends it, in a moment."""
+    if not task.cancelled() and not isinstance(error := task.exception(), EngineLost | None):
+        logger.error("this engine cannot go on, leaving so that Ray starts it again", exc_info=error)
         os._exit(1)
 
 

@@ -25,6 +25,13 @@ from tensorhub_plugins.vllm.ray.health import Lifeline, exit_on_error
 from tensorhub_plugins.vllm.ray.members import Heartbeat
 
 
+def actor_class(engine: Any) -> Any:
+    """Return what Ray makes actors of, whose heartbeats have a thread and a loop of their own: an agent that never
+    awaits stops the actor's, for which OpenRLHF's own engines wait as long as that takes."""
+    ray.method(concurrency_group="heartbeats")(engine.tensorhub_heartbeat)
+    return ray.remote(concurrency_groups={"heartbeats": 2})(engine)
+
+
 class OwnedEngine:
     """engine: AsyncLLM. status: as the engine's follower has told last; version 0 before it follows. has_version: it
     has had one since: a prompt is let in by the follower, of which the news may come later."""
@@ -108,6 +115,7 @@ class OwnedEngine:
     def heartbeat(self, **own: Any) -> Heartbeat:
         """Return what a dispatcher asks. own: what only this framework's actor knows."""
         own["node"] = ray.get_runtime_context().get_node_id()
+        self.lifeline.tell_still()
         return heartbeat(self.status, self.lifeline.silent_s(), idle_s=time.monotonic() - work.last_at(), **own)
 
     async def spans(self, request: str, tokens: int) -> tuple[Span, ...]:

@@ -49,7 +49,7 @@ from typing import Any
 import msgspec
 import torch
 
-from tensorhub_plugins.core import SECRET_VARIABLE, Slab, UsageError, gate, keys_from_environment, work
+from tensorhub_plugins.core import SECRET_VARIABLE, Manifest, Slab, UsageError, gate, keys_from_environment, work
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, check_lora, is_further_rank, shares_experts
@@ -69,7 +69,7 @@ from tensorhub_plugins.vllm.worker import (
     weights,
 )
 from tensorhub_plugins.vllm.worker.methods import CHANGE_WEIGHTS, may_change_weights
-from tensorhub_plugins.vllm.worker.preserved import preserved
+from tensorhub_plugins.vllm.worker.preserved import ExternalCall, preserved
 from tensorhub_plugins.vllm.worker.updater import TIMEOUT_S, Updater, time_of_update
 from tensorhub_plugins.vllm.worker.votes import ShardPosition, anyone, engine_gather, first_name
 
@@ -190,10 +190,11 @@ class TensorHubWorkerExtension:
         if (updater := attached(self)) is not None and not updater.poll()["broken"]:
             updater.mark_broken("another data parallel rank has lost its weights, or has others")
 
-    def tensorhub_version(self) -> int | None:
-        """Return the version of its weights; 0: none of the store's; None: it has not joined."""
+    def tensorhub_weights(self) -> tuple[int | None, int]:
+        """Return the version of its weights (0: none of the store's; None: it has not joined), and a number, which is
+        another one after each change."""
         updater = attached(self)
-        return None if updater is None else updater.poll()["version"]
+        return (None, 0) if updater is None else (updater.poll()["version"], updater.changed)
 
     def tensorhub_digests(self) -> dict[str, Any]:
         """Return layout, version, runtime {name: hex}, checkpoint {Hugging Face name: hex} or None."""
@@ -373,6 +374,7 @@ def _execute_model(original: Any, worker: Any, scheduled: Any, *args: Any, **kwa
         worker.tensorhub_guard()
     if joined := all_attached(worker):
         progress.begin_again(worker.model_runner, scheduled.scheduled_cached_reqs.resumed_req_ids)
+        progress.ask_again(worker.model_runner, scheduled.scheduled_cached_reqs)
         if scheduled.total_num_scheduled_tokens:
             not_finite.clear_after(worker, max(updater.changed for updater in joined))
     return original(scheduled, *args, **kwargs)
@@ -528,28 +530,44 @@ def _check_ranks(vllm_config: Any) -> None:
 
 @contextmanager
 def external_change(updater: Updater, what: str, vllm_config: Any, *, is_certain: bool = True) -> Iterator[None]:
-    """Wrap such a change, in all workers of the engine at once: no peer reads the weights meanwhile, and afterwards
-    they are no version of the store. If it fails they are unchanged and served as before, or broken.
+    """Wrap such a change, in all workers of the engine at once: all begin it, or none. No peer reads the weights
+    meanwhile, and afterwards they are no version of the store. If it fails they are unchanged and served as before, or
+    broken.
 
     is_certain: it changes them, now or later on; else only if their bytes differ afterwards. While the engine sleeps
-    there are none, and to read them would end the process."""
-    updater.before_external_change(what)
-    before = None if updater.is_asleep else Slab.adopt(weights.tensors(updater.model)).manifest()
-    reason = ""
+    there are none, and to read them would end the process. Within another one it is a part of that, whose workers need
+    not all come to it."""
+    if updater.external is not None:
+        with _part_of(updater.external, updater, what, is_certain=is_certain):
+            yield
+        return
+    reason, is_begun, together = "", False, not shares_experts(vllm_config)  # those are not asked at once
+    call = updater.external = ExternalCall(is_certain)
     try:
+        try:
+            updater.before_external_change(what)
+            call.before = None if updater.is_asleep else Slab.adopt(weights.tensors(updater.model)).manifest()
+            is_begun = True
+        finally:  # all workers do it, or none: what they do may be one step of all
+            if together and anyone(updater.gather, not is_begun) and is_begun:
+                is_begun = False
+                raise UsageError(f"{what}: another worker of this engine could not begin, and nothing has changed")
         with preserved(updater.model):
             yield
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         raise
-    finally:
-        if before is None or updater.is_asleep:
-            differs = updater.is_asleep == (before is not None)
+    finally:  # in any case: the other workers wait for what this one says
+        updater.external, reason = None, reason or call.failure
+        if not is_begun:
+            differs = False
+        elif call.before is None or updater.is_asleep:
+            differs = updater.is_asleep == (call.before is not None)
             updater.before_external_change(what)  # again: to wake it up serves them
         else:
-            differs = bool(Slab.adopt(weights.tensors(updater.model)).damaged(before))
-        changed = differs or (is_certain and not reason)
-        if not shares_experts(vllm_config):  # whose ranks are not asked at once
+            differs = _differs(updater.model, call.before)
+        changed = differs or (call.is_certain and not reason)
+        if together:
             failed, changed = anyone(updater.gather, bool(reason)), anyone(updater.gather, changed)
             reason = reason or "another worker of this engine failed" * failed
         if not changed:
@@ -558,3 +576,28 @@ def external_change(updater: Updater, what: str, vllm_config: Any, *, is_certain
             updater.mark_broken(f"{what} failed half way: {reason}")
         else:
             updater.mark_unversioned()
+
+
+@contextmanager
+def _part_of(call: ExternalCall, updater: Updater, what: str, *, is_certain: bool) -> Iterator[None]:
+    """Note what comes of a change within such a call, which has its own end. One that fails before anything is changed
+    may be tried again in it."""
+    try:
+        with preserved(updater.model):
+            yield
+    except BaseException as error:
+        if call.before is None or updater.is_asleep or _differs(updater.model, call.before):
+            call.failure = f"{what}: {type(error).__name__}: {error}"
+        raise
+    call.is_certain |= is_certain
+
+
+def _differs(model: torch.nn.Module, before: Manifest) -> bool:
+    """Return whether its weights are others than they were, or of another form: all workers are to hear of it, and the
+    call itself has not failed."""
+    try:
+        now = Slab.adopt(weights.tensors(model))
+        return now.specs != before.tensors or bool(now.damaged(before))
+    except Exception:
+        logger.warning("the weights cannot be compared any more, and count as changed", exc_info=True)
+        return True

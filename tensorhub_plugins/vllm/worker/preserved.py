@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tensorhub_plugins.core import Manifest
 from tensorhub_plugins.vllm.worker.reachable_tensors import walk
 
 REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # the registries that a module changes in place
@@ -69,3 +71,12 @@ class Untouched(TorchDispatchMode):
 
     def _is_live(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._live
+
+
+@dataclass
+class ExternalCall:
+    """A call of another client's that may change the weights, while it runs. is_certain: it does."""
+
+    is_certain: bool
+    before: Manifest | None = None  # of them, then; None: they were asleep
+    failure: str = ""  # of a part of it

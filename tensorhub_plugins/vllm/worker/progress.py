@@ -63,3 +63,16 @@ def begin_again(model_runner: Any, requests: Iterable[str] | None = None) -> Non
     for name in ("reset_encoder_cache", "reset_mm_cache"):
         if hasattr(model_runner, name):
             getattr(model_runner, name)()
+
+
+def ask_again(model_runner: Any, scheduled: Any) -> None:
+    """Have log probabilities of prompts made once more of which vLLM has dropped what a step had made: of requests that
+    are resumed before their first token. scheduled: vLLM's CachedRequestData."""
+    owed = getattr(model_runner, "num_prompt_logprobs", None)  # as in `begin_again`
+    if owed is None or not scheduled.resumed_req_ids:  # as in nearly every step
+        return
+    for name, tokens in zip(scheduled.req_ids, scheduled.num_output_tokens, strict=True):
+        if not tokens and name in scheduled.resumed_req_ids:
+            asked = getattr(model_runner.requests[name].sampling_params, "prompt_logprobs", None)
+            if asked is not None:
+                owed[name] = model_runner.input_batch.vocab_size if asked == -1 else asked

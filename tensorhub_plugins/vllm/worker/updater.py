@@ -40,6 +40,7 @@ from tensorhub_plugins.vllm.worker import digests, intake, memory_need, plan, up
 from tensorhub_plugins.vllm.worker.addresses import Addresses
 from tensorhub_plugins.vllm.worker.conversion import NotEnough, worth_it
 from tensorhub_plugins.vllm.worker.loader_calls import Asked
+from tensorhub_plugins.vllm.worker.preserved import ExternalCall
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights, Event, Staged, UpdateState
 from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, anyone, first_says
 
@@ -71,6 +72,7 @@ class Updater:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub")
         self._is_leaving = self._grows = False
         self.changed = self._prepared = 0  # another number after each change of the weights; the version
+        self.external: ExternalCall | None = None
         self._asked = Asked()
         self._known: tuple[Fetched, plan.Given] | None = None  # the last that `_given` returned, until it is released
         self._plans_ahead = position.shard_count > 1  # else a worker needs everything

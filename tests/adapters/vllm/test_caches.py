@@ -28,6 +28,7 @@ class EngineCore:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.version: int | None = 3  # of the workers
+        self.changes = 0
         self.breaks = False  # what fails does so half way
         self.broken: str | None = None
         self.label = "3"
@@ -46,8 +47,8 @@ class EngineCore:
         session.status.name = "WAITING"
 
     def _workers(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
-        if method == "tensorhub_version":
-            return [self.version]
+        if method == "tensorhub_weights":
+            return [(self.version, self.changes)]
         if method == "tensorhub_health":
             return [None, self.broken]
         self.log.append(method)
@@ -56,7 +57,7 @@ class EngineCore:
             raise RuntimeError(f"{method} failed")
         self.broken = None
         if method in ("reload_weights", "reset_weights", "_reset_weights", print):
-            self.version = 0
+            self.version, self.changes = 0, self.changes + 1
         if method == "update_weights":
             self.version = 4
         return [None]
@@ -193,6 +194,8 @@ def test_a_call_that_turns_out_to_change_weights_forgets(core: Any, method: Any)
     forgets = method not in ("apply_model", "profile")
     core.collective_rpc(method)
     assert core.log == [method, *["forget"] * forgets] and core.label == ("none" if forgets else "3")
+    core.collective_rpc(method)  # of no version by now, and changed once more: what was cached since stayed
+    assert core.log == [method, *["forget"] * forgets] * 2
 
 
 def test_weights_of_no_version_have_no_label(core: Any) -> None:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 from types import SimpleNamespace
@@ -20,12 +21,14 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine import EngineCoreRequestType
 from vllm_cores import TIMEOUT_S, EngineCore, engine, ours, theirs
+from vllm_engines import wait_until
 
 from tensorhub_plugins.core import Client, Server, UsageError
 from tensorhub_plugins.core.cli import fetch_status, status_text
+from tensorhub_plugins.vllm.engine import core_follower
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.core import INSTALL, Core, before_shutdown
-from tensorhub_plugins.vllm.engine.core_follower import _stand_still, own
+from tensorhub_plugins.vllm.engine.core_follower import _stand_still, attach
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 
 __all__ = ["engine"]  # a fixture
@@ -257,7 +260,7 @@ class Serving(EngineCore):
         self.scheduler.requests[request[0].request_id] = SimpleNamespace(num_output_tokens=0)
 
     def _rpc(self, method: str, args: Any = ()) -> list[Any]:
-        return [0 if method == "tensorhub_version" else None] if method != INSTALL else super()._rpc(method, args)
+        return [(0, 0) if method == "tensorhub_weights" else None] if method != INSTALL else super()._rpc(method, args)
 
     def serve(self, *names: str) -> None:
         for name in names:
@@ -271,7 +274,7 @@ class Serving(EngineCore):
 
 def serving(cores: type[Serving] = Serving) -> Any:
     core = cores()
-    own(core, Caches(core))
+    attach(core, SimpleNamespace(load_config=SimpleNamespace(load_format="auto")), owned=True)
     return core
 
 
@@ -305,6 +308,50 @@ def test_tokens_are_of_the_new_version_from_the_very_install_on(asked: str) -> N
     assert core.tensorhub_starts(NAMES[1]) == []
 
 
+class Changing(Serving):
+    """With weights that a function of another client's changes, and loses where it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version, self.fails, self.lost, self.forgotten = 1, False, "", 0
+
+    def _rpc(self, method: Any, args: Any = ()) -> list[Any]:
+        if method == "tensorhub_guard" and self.lost:
+            raise RuntimeError(self.lost)
+        if method is not print:
+            known = {"tensorhub_weights": (self.version, 0), "tensorhub_health": self.lost or None}
+            return [known[method]] if method in known else super()._rpc(method, args)
+        self.version, self.lost = (1, "half way") if self.fails else (0, "")
+        if self.fails:
+            raise RuntimeError("print failed")
+        return [None]
+
+    def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        self.forgotten += 1
+        return super().reset_prefix_cache(running, connector)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_owned_engine_knows_what_a_function_of_another_client_has_made_of_its_weights(fails: bool) -> None:
+    """What it then answered was said to be of the version before, with that one's caches; or its next step ended it,
+    also when a client had resumed what stood still for that."""
+    core = serving(Changing)
+    core.collective_rpc(INSTALL, None, (1, 60.0), None)
+    core.serve(NAMES[0])
+    core.step()
+    core.collective_rpc("get_model")  # the control
+    assert (core.weights, core.forgotten, core.paused) == ("1", 0, False)
+    core.fails = fails
+    with pytest.raises(RuntimeError, match="print failed") if fails else nullcontext():
+        core.collective_rpc(print)
+    assert (core.weights, core.forgotten, core.paused) == ("none", 1, fails)
+    with pytest.raises(RuntimeError, match="half way") if fails else nullcontext():
+        core.resume_scheduler()
+    assert core.paused == fails
+    core.step()
+    assert core.tensorhub_starts(NAMES[0]) == [((0, 0), [(1, 0), (0, 1)])]
+
+
 # --- following, as the owner says ---
 
 
@@ -317,7 +364,9 @@ class Owned(Serving):
 
     def _rpc(self, method: str, args: Any = ()) -> list[Any]:
         said = {"state": "ready", "version": None, "broken": None, "error": None}
-        told = {"tensorhub_version": 0 if self.joined else None, "tensorhub_health": None, "tensorhub_poll": said}
+        weights = (0 if self.joined else None, 0)
+        told = {"tensorhub_weights": weights, "tensorhub_health": None, "tensorhub_poll": said}
+        told["tensorhub_guard"] = None
         if method in told:
             return [told[method]]
         self.log.append(method)
@@ -326,8 +375,6 @@ class Owned(Serving):
                 raise RuntimeError(self.cannot)
             self.joined = True
         return [{"installed": True, "broken": None}]
-
-    def shutdown(self) -> None: ...
 
 
 @pytest.fixture
@@ -364,6 +411,7 @@ def news(core: Any, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
 SWITCH = ["tensorhub_start_fetch", "tensorhub_prepare_install", "pause keep", INSTALL, "resume"]
 
 
+@pytest.mark.slow
 def test_an_engine_follows_when_its_owner_says_how_and_tells_it_everything(hub: Server, owned: Any) -> None:
     how = {"worker": "rollout-0/0", "timeout_s": 9.0, "staleness_s": 60.0, "catches_up": True}
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
@@ -389,6 +437,28 @@ def test_an_engine_follows_when_its_owner_says_how_and_tells_it_everything(hub: 
         assert answered(owned, "tensorhub_leave") is None and owned.log[-1] == "tensorhub_close"
         names = [line for line in status_text(fetch_status(hub.address)).splitlines() if "rollout-0-follow" in line]
         assert not names, "the hub knows its follower no more"
+
+
+def test_what_a_worker_has_against_an_install_is_shown(
+    hub: Server, owned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a weight that was moved: an error of vLLM's executor. Only the engine's own log had it."""
+    monkeypatch.setattr(core_follower, "RETRY_DELAY_S", 0.01)
+    rpc, moved = owned._rpc, "a weight is not where it was"
+
+    def refuse(method: str, args: Any = ()) -> list[Any]:
+        if method == "tensorhub_prepare_install" and moved:
+            raise RuntimeError(f"Worker failed with error {moved!r}")
+        return rpc(method, args)
+
+    owned._rpc = owned.model_executor.collective_rpc = refuse
+    answered(owned, "tensorhub_follow", owned.joining, {}, None)
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4)})
+        wait_until(lambda: moved in status_text(fetch_status(hub.address)), "shown to people")
+        assert moved in owned.tensorhub_status()["failure"]
+        moved = ""
+        wait_until(lambda: owned.weights == "1" and not owned.tensorhub_status()["failure"], "it went well")
 
 
 def test_an_engine_that_is_held_for_an_evaluation_leaves_when_it_is_told_to(hub: Server, owned: Any) -> None:

@@ -113,7 +113,7 @@ def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         config = WorkerConfig.parse({"hub": hub.address, "run": "r", "model": "m", "replica": "engine"})
         updater = Updater(config, Toy(), SimpleNamespace(), ShardPosition(0, 1, "runtime:toy"), lambda vote: [vote])
         core = Core(updater)
-        how: Any = {"when": when, "patience_s": options.get("patience_s", TIMEOUT_S)}
+        how: Any = {"when": when, "patience_s": options.get("patience_s", TIMEOUT_S), "until": options.get("until")}
         one = CoreFollower(cast(Any, core), config, FollowConfig(**how))
         one.start()
         core.one, core.status = one, one.status
@@ -233,15 +233,21 @@ def test_it_returns_from_a_version_that_is_withdrawn_and_serves_what_it_returned
         wait_until(lambda: core.log[-3:] == [("install", 3), "forget", "resume"], "it follows on")
 
 
+@pytest.mark.parametrize(("until", "newer"), [(None, False), (1, False), (1, True)])
 @pytest.mark.parametrize("how", ["replaced", "lost"])
-def test_what_another_client_makes_of_the_weights_is_mended(following: Any, hub: Server, how: str) -> None:
-    """It went on as this version; and where they were lost, nobody could resume it, and no later version came in."""
-    core = following("now")
+def test_what_another_client_makes_of_the_weights_is_mended(
+    following: Any, hub: Server, how: str, until: int | None, newer: bool
+) -> None:
+    """It went on as this version; and where they were lost, nobody could resume it, and no later version came in. Also
+    of the last version that is followed, where the hub names a newer one."""
+    core = following("now", until=until)
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
         wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
         wait_until(lambda: core.updater.poll()["served_version"] == 1, "served")
         began = len(core.log)
+        if newer:
+            trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
         if how == "replaced":
             core.updater.mark_unversioned()
         else:
@@ -252,6 +258,23 @@ def test_what_another_client_makes_of_the_weights_is_mended(following: Any, hub:
         wait_until(lambda: len(core.log) > began and core.log[-1] == "resume", "mended")
         assert core.log[began:] == [("start_fetch", 1), *switches(1)[how == "lost" :]]
         assert core.updater.model.weight.unique().tolist() == [1.0]
+        assert core.status()["wanted"] == 1
+
+
+def test_a_failure_is_over_when_nothing_else_is_to_be_run(
+    following: Any, hub: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was shown for as long as no later version came."""
+    for name in ("RETRY_DELAY_S", "HUB_TIMEOUT_S"):
+        monkeypatch.setattr(core_follower, name, 0.1)
+    core = following("now")
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
+        with monkeypatch.context() as patched:
+            patched.delattr(type(core), "look")
+            wait_until(lambda: "look" in core.status()["failure"], "it fails")
+        wait_until(lambda: not core.status()["failure"], "it is well again")
 
 
 @pytest.mark.parametrize("when", ["now", "idle"])
@@ -444,6 +467,7 @@ def test_what_somebody_else_has_paused_stays_as_it_is(following: Any, hub: Serve
         wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
 
 
+@pytest.mark.slow
 def test_a_hold_at_a_version_that_does_not_come_ends_with_its_release(following: Any, hub: Server) -> None:
     """It was fetched until the deadline, ten minutes, and what came meanwhile was not. The control: one that comes."""
     core = following("now")
@@ -519,6 +543,7 @@ def test_what_somebody_else_keeps_paused_says_so(
         wait_until(lambda: said() == core.status()["failure"] == "", "and that it is over")
 
 
+@pytest.mark.slow
 def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeeds(
     following: Any, hub: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -553,6 +578,7 @@ def test_after_a_pause_of_others_only_the_newest_version_is_installed(following:
     assert core.log == [("start_fetch", 2), *switches(2)]
 
 
+@pytest.mark.slow
 def test_the_status_says_for_how_long_it_is_behind_what(following: Any, hub: Server) -> None:
     core = following("now")
     assert core.status()["behind_s"] == 0.0

@@ -145,6 +145,23 @@ async def test_half_an_installation_never_answers_until_it_is_repaired() -> None
     await need(one, 2)
 
 
+async def test_what_waits_for_a_version_that_waits_for_a_slow_prompt_waits_as_long() -> None:
+    """Its engine was called lost each `timeout_s`, and the run ended after twenty times."""
+
+    engine, gate = FakeEngine(), Gate()
+    one = follower(engine, gate=gate)
+    await one.update(1)
+    async with one.answering(1):  # its agent, or its reward, takes long
+        update = asyncio.create_task(one.update(2))
+        while not gate.is_closed:
+            await asyncio.sleep(0)
+        waiting = asyncio.create_task(need(one, 2))
+        await asyncio.sleep(2 * one.timeout_s)
+        assert not waiting.done() and one.version == 1
+    await asyncio.gather(update, waiting)
+    assert one.version == 2
+
+
 async def test_a_prompt_that_waits_at_the_gate_does_not_go_into_a_broken_engine() -> None:
     """It waited in an engine that stands still, and the installation that would mend it waited for it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import random
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,24 @@ def test_only_what_is_begun_again_is_forgotten() -> None:
     progress.begin_again(runner, {"b", "unknown"})
     assert [state.in_progress_prompt_logprobs_cpu for state in requests.values()] == ["half", None, "half"]
     assert [state.pooling_states and state.pooling_states.cleaned for state in requests.values()] == [0, 1, 0]
+
+
+def test_log_probabilities_of_a_prompt_are_made_again_where_their_step_was_dropped() -> None:
+    """A function of others had changed the weights under that step: the answer came without them."""
+    wanted = {"a": 2, "b": -1, "has a token": 1, "goes on": 1, "wants none": None}
+    requests = {name: SimpleNamespace(sampling_params=SimpleNamespace(prompt_logprobs=k)) for name, k in wanted.items()}
+    requests["is pooled"] = SimpleNamespace(sampling_params=None)
+    runner = SimpleNamespace(
+        requests=requests, num_prompt_logprobs={"b": 500}, input_batch=SimpleNamespace(vocab_size=500)
+    )
+    scheduled = SimpleNamespace(
+        req_ids=list(requests),
+        num_output_tokens=[int(name == "has a token") for name in requests],
+        resumed_req_ids=set(requests) - {"goes on"},
+    )
+    progress.ask_again(runner, scheduled)
+    assert runner.num_prompt_logprobs == {"a": 2, "b": 500}
+    progress.ask_again(SimpleNamespace(), scheduled)  # vLLM's second runner gets them as new ones
 
 
 def test_an_install_forgets_what_either_runner_of_vllms_has() -> None:
@@ -300,21 +319,24 @@ def test_vllm_has_what_is_wrapped() -> None:
     from vllm import LLM
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
-    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
     from vllm.entrypoints.pooling.scoring.serving import ServingScores
-    from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing as Speaks
 
-    from tensorhub_plugins.vllm.plugin import register
+    from tensorhub_plugins.vllm.plugin import GATHERED, register
+
+    def of(name: str) -> Any:
+        module, (_, *classes) = importlib.import_module(name), GATHERED[name]
+        return next(getattr(module, each) for each in classes if hasattr(module, each))
 
     register()
     register()
+    pools, speaks_in = of("vllm.entrypoints.pooling.base.serving"), of("vllm.entrypoints.speech_to_text.base.serving")
     generates = (BeamSearchOnlineMixin.beam_search, ServingGenerativeScoring.create_generative_scoring)
-    speaks = (Speaks._preprocess_speech_to_text, Speaks._create_speech_to_text)
+    speaks = (speaks_in._preprocess_speech_to_text, speaks_in._create_speech_to_text)
     offline = (LLM.beam_search, LLM.score, LLM.encode)
-    for function in (PoolingBaseServing._collect_batch, ServingScores.__init__, *generates, *speaks, *offline):
+    for function in (pools._collect_batch, ServingScores.__init__, *generates, *speaks, *offline):
         assert not hasattr(function.__wrapped__, "__wrapped__")  # once
-    assert ServingScores._collect_batch is PoolingBaseServing._collect_batch
-    assert callable(PoolingBaseServing._prepare_generators)
+    assert ServingScores._collect_batch is pools._collect_batch
+    assert callable(pools._prepare_generators)
 
 
 # --- engines ---

@@ -140,7 +140,8 @@ def core():
             time.sleep(0.01)
     except ProcessLookupError:
         end_with_parent()
-    time.sleep(600)
+    while True:  # in turns: a signal of its own thread just before a long one would wait for that one's end
+        time.sleep(0.01)
 
 parent, is_late = os.getpid(), sys.argv[2] == "True"
 
@@ -197,3 +198,19 @@ def test_the_coordinator_of_data_parallel_ranks_is_started_as_one_that_ends(
         target("runs")
     assert made == ["ends", "runs"][not ends :]
     assert coordinator.DPCoordinatorProc.run_coordinator == made.append
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vllm.entrypoints.cli.serve", "vllm.v1.engine.core_client"])
+def test_what_starts_the_coordinator_is_found_by_those_that_vllm_has_imported_before(name: str) -> None:
+    """`vllm serve` imports it before it loads plug-ins, and started the coordinator past ours."""
+    pytest.importorskip("vllm")
+    program = f"""
+from importlib import import_module
+module = import_module({name!r})
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+print(hasattr(module.launch_core_engines, "tensorhub"))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.stdout.splitlines()[-1:] == ["True"], ended.stderr

@@ -131,8 +131,33 @@ async def test_a_dead_engine_ends_its_actor(monkeypatch: pytest.MonkeyPatch) -> 
 
 @needs_ray
 @needs_vllm
+async def test_what_is_on_its_way_out_of_a_dead_engine_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the actor asks its core all the time ends with that, and ended the actor at once."""
+    from tensorhub_plugins.vllm.ray.owned import OwnedEngine
+
+    async def call_utility_async(method: str, *args: Any) -> Any:
+        await asyncio.sleep(60)
+
+    codes = ended(monkeypatch)
+    monkeypatch.setattr(health, "EXIT_DELAY_S", 0.2)
+    monkeypatch.setattr("tensorhub_plugins.vllm.engine.core_follower.DEAD_POLL_S", 0.01)
+    engine: Any = PlayedVLLM("fine")
+    resources = SimpleNamespace(engine_dead=True)
+    engine.engine_core = SimpleNamespace(call_utility_async=call_utility_async, resources=resources)
+    watching = asyncio.create_task(OwnedEngine(engine, "rollout-0/0").watch())
+    watching.add_done_callback(health.exit_on_error)
+    await asyncio.wait({watching})
+    await asyncio.sleep(0.01)
+    assert codes == []
+    await asyncio.sleep(0.3)
+    assert codes == [1]
+
+
+@needs_ray
+@needs_vllm
 async def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "PROBE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(health, "LOOP_STILL_MAX_S", 60.0)
     monkeypatch.setattr(health.work, "last_at", lambda: 0.0)  # other tests have worked in this process
     now = 0.0
     monkeypatch.setattr(health.time, "monotonic", lambda: now)
@@ -154,6 +179,58 @@ async def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -
     assert line.silent_s() == 0.0  # an installation has its own deadline
     now = 11.0
     assert line.silent_s() == 3.0
+
+
+@needs_ray
+@needs_vllm
+async def test_an_actor_whose_own_loop_stands_still_has_no_silent_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that never awaits keeps it: what vLLM has answered is heard when the loop turns again."""
+    monkeypatch.setattr(health, "WATCH_INTERVAL_S", 0.0)
+    now = 0.0
+    monkeypatch.setattr(health.time, "monotonic", lambda: now)
+    engine = PlayedVLLM("fine")
+
+    async def never(method: str, args: tuple[Any, ...]) -> list[Any]:
+        await asyncio.Event().wait()
+        return []
+
+    engine.collective_rpc = never  # type: ignore[method-assign]
+    line = Lifeline(engine, "rollout-0/0")
+    probe = asyncio.create_task(line.probe())
+
+    async def turn() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    await turn()
+    now = 4.0
+    await turn()
+    assert (line.silent_s(), line.still_since) == (4.0, None)
+    line.allow(60.0)
+    now = 604.1  # ten times as long: it hangs
+    assert line.silent_s() == pytest.approx(600.1)
+    now = 100.0
+    assert (line.silent_s(), line.still_since) == (0.0, 4.0)  # as another thread asks
+    await turn()
+    assert (line.silent_s(), line.still_since) == (9.0, None)
+    while now < 140.0:  # the control: the loop turns, and vLLM answers nothing
+        now += 4.0
+        await turn()
+    assert line.silent_s() == 49.0
+    probe.cancel()
+
+
+@pytest.mark.parametrize("busy_since", [0.0, 1.0])
+def test_an_answer_while_another_thread_asks_for_the_silence_fails_no_heartbeat(busy_since: float) -> None:
+    """The heartbeat's TypeError ended OpenRLHF's generator: it came between two looks at what waits."""
+
+    class Answered(Lifeline):
+        seen: Any = iter([1.0])
+        _waiting_since: Any = property(lambda self: next(self.seen, None), lambda self, value: None)
+
+    line = Answered(None, "rollout-0/0")
+    line.busy_since = busy_since
+    assert line.silent_s() >= 0.0
 
 
 @needs_ray

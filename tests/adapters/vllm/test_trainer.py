@@ -74,6 +74,7 @@ def test_a_publish_has_as_long_as_its_size_needs(hub: Server) -> None:
         engine.shutdown()
 
 
+@pytest.mark.slow
 def test_a_trainer_without_a_version_or_a_hub_leaves_at_once(hub: Server) -> None:
     trainer(hub, linger_s=600.0).shutdown()
     engine = trainer(hub, linger_s=600.0)

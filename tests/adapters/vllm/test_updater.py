@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -21,6 +20,7 @@ from vllm_toys import (
     LAYOUT,
     TIMEOUT_S,
     Engines,
+    Party,
     Toy,
     conversion,
     engines,
@@ -262,24 +262,6 @@ def test_a_direct_install_whose_peer_is_gone_converts(engines: Engines) -> None:
         assert value(second) == 1.0
         wait_until(lambda: not second.poll()["serving"])
         assert second.poll()["served_version"] == 1
-
-
-class Party:
-    """An all-gather between threads."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
-        self.votes = [b""] * size
-
-    def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
-        def gather(vote: bytes) -> list[bytes]:
-            self.votes[rank] = vote
-            self.barrier.wait()
-            votes = list(self.votes)
-            self.barrier.wait()
-            return votes
-
-        return gather
 
 
 def install_all(updaters: list[Updater], versions: list[int]) -> list[dict[str, Any]]:

@@ -26,8 +26,7 @@ Kind = Literal["first", "joined", "external", "spare"]
 # starting: not yet ready for the first time. spare: started, without weights or requests. lost: was ready, is not now,
 # and may come back. stopping: what it used is being given back. gone: that is done.
 State = Literal["starting", "spare", "ready", "lost", "draining", "stopping", "gone"]
-# restarting: Ray starts it again by itself (ActorUnavailableError). gone: it never will (ActorDiedError,
-# ActorUnschedulableError).
+# restarting: Ray starts it again by itself (ActorUnavailableError). gone: it never will (actor_handles.DEAD).
 Lost = Literal["", "restarting", "gone"]
 
 
