@@ -17,9 +17,9 @@ from typing import Any
 from openrlhf.trainer.ray import vllm_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import run_log
+from tensorhub_plugins.core import TensorHubError, run_log
 from tensorhub_plugins.openrlhf import partial_answers
-from tensorhub_plugins.openrlhf.partial_answers import Call, GivenBack, Journal, Journals, Leaving
+from tensorhub_plugins.openrlhf.partial_answers import BrokenOff, Call, GivenBack, Journal, Journals, Leaving
 from tensorhub_plugins.openrlhf.versions import came_from
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.ray.health import EngineLost
@@ -36,6 +36,7 @@ class Answering(Stock):
 
     executor: Any
     owned: OwnedEngine
+    broken_off: BrokenOff
     worker: str
     is_leaving: bool
     is_partial: bool  # requests outlive an update
@@ -56,19 +57,26 @@ class Answering(Stock):
             raise EngineLost(why)
         kept = Journals(journals, num_samples) if self.is_partial else None
         async with self.owned.answering(min_version):
-            return await self._samples(kept, num_samples, **kwargs)
+            with self.broken_off.of_prompt() as errors:
+                return await self._samples(kept, errors, num_samples, **kwargs)
 
-    async def _samples(self, kept: Journals | None, count: int, **kwargs: Any) -> list[dict[str, Any]] | GivenBack:
-        """Return the samples, or what there is of them. kept: where that is noted for the engine that may go on."""
+    async def _samples(
+        self, kept: Journals | None, errors: list[TensorHubError], count: int, **kwargs: Any
+    ) -> list[dict[str, Any]] | GivenBack:
+        """Return the samples, or what there is of them. kept: where that is noted for the engine that may go on;
+        errors: of what the agent has asked."""
         partial_answers.of_prompt.set(kept)
-        tasks = [asyncio.ensure_future(self.executor.execute(llm_engine=self, **kwargs)) for _ in range(count)]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except Leaving:
-            _, late = await asyncio.wait(tasks, timeout=LEAVING_TIMEOUT_S)
-            for task in late:
-                task.cancel()
-            return GivenBack(None if kept is None else kept.all)
+        making = (self.executor.execute(llm_engine=self, **kwargs) for _ in range(count))
+        tasks = [partial_answers.begin_sample(each, errors) for each in making]
+        if (samples := await partial_answers.whole_samples(tasks, errors)) is not None:
+            return samples
+        for error in errors:
+            if not isinstance(error, Leaving):
+                raise error
+        _, late = await asyncio.wait(tasks, timeout=LEAVING_TIMEOUT_S)
+        for task in late:
+            task.cancel()
+        return GivenBack(None if kept is None else kept.all)
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         own = partial_answers.of_sample()
@@ -91,14 +99,14 @@ class Answering(Stock):
         if own is not None:
             own.note(call)
         if not is_whole:
-            raise Leaving(f"{self.worker} has to leave")
+            raise self.broken_off.note(Leaving(f"{self.worker} has to leave"))
         return SimpleNamespace(outputs=[call.output])
 
     async def _ask(self, prompt: Any, params: Any, multi_modal_data: Any) -> tuple[Call, bool]:
         """Return one answer of vLLM, and whether it is whole: one that was broken off has the tokens up to then."""
         started = time.monotonic()
         if self.is_leaving:
-            raise Leaving(f"{self.worker} has to leave")
+            raise self.broken_off.note(Leaving(f"{self.worker} has to leave"))
         try:
             answer = await Stock.generate(self, prompt, params, multi_modal_data)
             (output,) = answer.outputs
@@ -106,9 +114,9 @@ class Answering(Stock):
         except EngineDeadError as error:
             run_log.record_request(self.worker, started, "error")
             self.owned.lifeline.die(error)
-            raise EngineLost(f"{self.worker}: {error}") from error
+            raise self.broken_off.note(EngineLost(f"{self.worker}: {error}")) from error
         if not spans and output.token_ids:
-            raise EngineLost(f"{self.worker} cannot tell the version of an answer")
+            raise self.broken_off.note(EngineLost(f"{self.worker} cannot tell the version of an answer"))
         versions = tuple(version for version, _ in spans) or (self.owned.status.version,)
         is_whole = not (self.is_leaving and output.finish_reason == "abort")
         came_from(*versions)

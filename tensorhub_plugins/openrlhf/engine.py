@@ -13,6 +13,7 @@ from typing import Any
 
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.answering import Answering, Stock, named
+from tensorhub_plugins.openrlhf.partial_answers import BrokenOff
 from tensorhub_plugins.openrlhf.versions import Versioned
 from tensorhub_plugins.vllm.config import FollowConfig
 from tensorhub_plugins.vllm.engine import compiled
@@ -29,8 +30,7 @@ EXTENSION = "tensorhub_plugins.vllm.ray.health.OwnedWorkerExtension"
 class TensorHubEngine(Answering):
     """`tensorhub`: {"backend": the flag's value, "engine": number, "partial": requests outlive an update, "sync": the
     trainer waits for the samples of its newest version, "lora": the rank of the adapter that it follows over weights
-    from disk; 0: it follows weights,
-    "joins": it starts from a peer's weights if one has any, "spare": or from none, and follows when it is told to}."""
+    from disk; 0: weights, "joins": it starts from a peer's weights if one has any, "spare": or none, till told}."""
 
     is_spare = _was_spare = False
 
@@ -57,7 +57,7 @@ class TensorHubEngine(Answering):
         self.worker = f"{name}/0"
         self.executor = Versioned(self.executor)
         self.owned = OwnedEngine(self.llm, self.worker)
-        self.is_leaving, self.is_partial = False, tensorhub["partial"]
+        self.is_leaving, self.is_partial, self.broken_off = False, tensorhub["partial"], BrokenOff()
         how = FollowConfig(
             worker=self.worker,
             timeout_s=self.options.timeout_s,

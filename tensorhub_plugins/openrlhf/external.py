@@ -20,6 +20,7 @@ from openrlhf.trainer.ray import vllm_engine
 from tensorhub_plugins.core import Deadline, UsageError, VersionRefused
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
+from tensorhub_plugins.openrlhf.partial_answers import BrokenOff, begin_sample, whole_samples
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned, came_from
 from tensorhub_plugins.vllm.ray import external
 from tensorhub_plugins.vllm.ray.external import Answer, Expected, ServerLost
@@ -67,7 +68,7 @@ class ExternalEngine(external.External):
         remote_rm_url: Any = None,
     ) -> None:
         super().__init__(name, url, options, expected, timeout_s=options.engine_timeout_s)
-        self._need_s, self._is_partial = options.timeout_s, partial
+        self._need_s, self._is_partial, self.broken_off = options.timeout_s, partial, BrokenOff()
         load = vllm_engine._load_agent_executor
         make = vllm_engine.SingleTurnAgentExecutor
         self.executor = Versioned(load(agent_func_path) if agent_func_path else make(remote_rm_url))
@@ -95,21 +96,29 @@ class ExternalEngine(external.External):
         _tokenizer.set(hf_tokenizer)
         given = {"prompt": prompt, "label": label, "sampling_params": sampling_params, "max_length": max_length}
         for _ in range(1 + AGAIN_MAX):
-            samples = [
-                self.executor.execute(**given, hf_tokenizer=hf_tokenizer, llm_engine=self, images=None)
-                for _ in range(num_samples)
-            ]
-            responses: list[dict[str, Any]] = await asyncio.gather(*samples)
+            responses = await self._samples(num_samples, **given, hf_tokenizer=hf_tokenizer, images=None)
             if self._is_partial or is_of_one_version(responses):
                 return responses
         raise ServerLost(f"{self.url} changes its version while it answers one prompt, {1 + AGAIN_MAX} times in a row")
 
+    async def _samples(self, count: int, **given: Any) -> list[dict[str, Any]]:
+        """Return the samples. Raise ServerLost where the server has lost one, whatever the agent makes of that."""
+        with self.broken_off.of_prompt() as errors:
+            samples = [begin_sample(self.executor.execute(**given, llm_engine=self), errors) for _ in range(count)]
+            if (responses := await whole_samples(samples, errors)) is None:
+                raise errors[0]
+            return responses
+
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """Answer an agent with what it reads of vLLM's RequestOutput."""
-        answer = await self.ask(prompt_token_ids, as_json(sampling_params))
+        try:
+            answer = await self.ask(prompt_token_ids, as_json(sampling_params))
+        except ServerLost as error:
+            self.broken_off.note(error)
+            raise
         came_from(*(version for version, _ in answer.spans))
         if answer.finish_reason == "abort":  # OpenRLHF would take half an answer for a whole one
-            raise ServerLost(f"{self.url} was told to give its requests back", peer=self.url)
+            raise self.broken_off.note(ServerLost(f"{self.url} was told to give its requests back", peer=self.url))
         output = SimpleNamespace(
             index=0,
             text=text_of(answer, sampling_params, _tokenizer.get()),

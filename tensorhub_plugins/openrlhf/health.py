@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, VersionRefused, work
 from tensorhub_plugins.openrlhf import config
@@ -135,7 +135,9 @@ class Engines:
     # --- what answers of prompts say ----------------------------------------------------------------------------------
 
     def lost_by_name(self, name: str, epoch: int, error: Exception) -> None:
-        """Note that a prompt that this engine was given in that epoch has ended so."""
+        """Note that a prompt that this engine was given in that epoch has ended so; raise what its agent has met."""
+        if isinstance(error, RayTaskError) and isinstance(error, ENDED):
+            raise error  # it has answered so: an actor has ended that its agent asked
         with self.lock:
             self.rotation.failed_request(name, epoch, reason_of(error))
 

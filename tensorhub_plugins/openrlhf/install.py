@@ -111,7 +111,7 @@ def install(options: config.Options) -> None:
     from openrlhf.trainer.ray import ppo_actor, vllm_engine
 
     from tensorhub_plugins.openrlhf import engine, hub, policy_ranks, trainer
-    from tensorhub_plugins.vllm.ray import fleet, policy
+    from tensorhub_plugins.vllm.ray import fleet, owned, policy
 
     # Known when OpenRLHF has read its command line.
     chosen = SimpleNamespace(backend="", partial=False, sync=False, lora=0, engines=0)
@@ -145,7 +145,7 @@ def install(options: config.Options) -> None:
 
     sys.excepthook = print_root_cause
     openrlhf.utils.get_strategy = get_strategy_and_check
-    vllm_engine.RolloutRayActor = EngineFactory(ray.remote(engine.TensorHubEngine), options, chosen, start_fleet)
+    vllm_engine.RolloutRayActor = EngineFactory(owned.actor_class(engine.TensorHubEngine), options, chosen, start_fleet)
     ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(policy_ranks.PolicyModelActor)
     ppo_trainer.PPOTrainer = ray.remote(trainer.PPOTrainer)
     # PPOTrainerAsync is sent by value, together with what these names mean here.

@@ -21,7 +21,7 @@ from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.vllm.model_facts import facts_of
-from tensorhub_plugins.vllm.ray import placement
+from tensorhub_plugins.vllm.ray import owned, placement
 
 logger = get_logger(__name__)
 
@@ -62,7 +62,7 @@ class EngineLauncher:
         self.places[name] = strategy, indices = await self._place(name, avoid)  # first: it is counted on
         engine = await asyncio.to_thread(import_module, "tensorhub_plugins.openrlhf.engine")  # imports vLLM: seconds
         arguments = {**self.arguments, "seed": self.arguments["seed"] + rank, "bundle_indices": indices}
-        made = ray.remote(engine.TensorHubEngine).options(**self.actor_options, scheduling_strategy=strategy)
+        made = owned.actor_class(engine.TensorHubEngine).options(**self.actor_options, scheduling_strategy=strategy)
         own = {"engine": rank, "joins": True, "spare": spare}
         return made.remote(**arguments, tensorhub={**self.tensorhub, **own})
 

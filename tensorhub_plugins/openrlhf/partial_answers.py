@@ -8,8 +8,10 @@ off, is continued. From the first question that differs (an environment with cha
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import contextvars
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +74,59 @@ class GivenBack:
 
 class Leaving(TensorHubError):
     """Inside an engine: this request was broken off because the engine has to leave."""
+
+
+class BrokenOff:
+    """The questions that an engine could not answer, of each prompt that it has. An agent may make an answer or an
+    error of its own of one, which is neither a sample nor the end of the run."""
+
+    def __init__(self) -> None:
+        self._prompts: list[list[TensorHubError]] = []
+
+    @contextlib.contextmanager
+    def of_prompt(self) -> Iterator[list[TensorHubError]]:
+        """Yield what is noted while this prompt is answered."""
+        noted: list[TensorHubError] = []
+        self._prompts.append(noted)
+        try:
+            yield noted
+        finally:
+            self._prompts = [each for each in self._prompts if each is not noted]
+
+    def note(self, error: TensorHubError) -> TensorHubError:
+        """Note this for the prompt of the sample that this task makes, or is begun by, and return it. The sample may go
+        on when its prompt is asked elsewhere already. For all prompts where it has ended, or there is none: an agent
+        may have a task, or a server in the place of the engine, that an earlier sample has begun."""
+        noted, sample = _of_sample.get(([], None))
+        for each in self._prompts if sample is None or sample.done() else [noted]:
+            each.append(error)
+        return error
+
+
+def begin_sample(making: Coroutine[Any, Any, dict[str, Any]], errors: list[TensorHubError]) -> asyncio.Task[Any]:
+    """Return the task that makes this sample of a prompt. errors: that prompt's, see `BrokenOff`."""
+
+    async def make() -> dict[str, Any]:
+        _of_sample.set((errors, asyncio.current_task()))
+        return await making
+
+    return asyncio.ensure_future(make())
+
+
+async def whole_samples(
+    samples: Sequence[asyncio.Task[dict[str, Any]]], errors: list[TensorHubError]
+) -> list[dict[str, Any]] | None:
+    """Return the samples of a prompt; or None where questions of theirs were broken off, which are in `errors` then:
+    what the agent makes of these counts for nothing."""
+    try:
+        answers = await asyncio.gather(*samples)
+    except (Exception, asyncio.CancelledError):  # an agent's, which has cancelled what else it had asked
+        if not errors:
+            raise
+    return None if errors else list(answers)
+
+
+_of_sample: contextvars.ContextVar[Any] = contextvars.ContextVar("errors of the prompt, and the sample's task")
 
 
 class Journals:

@@ -1,4 +1,4 @@
-"""OpenRLHF's controllers: they say which version it is when the policy's ranks (policy.py) publish.
+"""OpenRLHF's controllers: they say which version it is when the policy's ranks (policy_ranks.py) publish.
 
 The version is OpenRLHF's global step, in the attempt of this start: version N are the weights after N steps. What the
 engines start with, the model before training, has no version (samples from it say 0).

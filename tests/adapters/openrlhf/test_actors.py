@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import pickle
+from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
 torch = pytest.importorskip("torch")
 
+from hub_limits import AT_ONCE  # noqa: E402
 from openrlhf_fakes import make_engine  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
@@ -19,7 +22,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2Fo
 from tensorhub_plugins.core import CHECKPOINT, Client, TensorSpec, start_server  # noqa: E402
 from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
 from tensorhub_plugins.openrlhf import answering, parts, policy_ranks, recovery, trainer  # noqa: E402
-from tensorhub_plugins.openrlhf.partial_answers import GivenBack  # noqa: E402
+from tensorhub_plugins.openrlhf.partial_answers import BrokenOff, GivenBack, begin_sample, whole_samples  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
 from tensorhub_plugins.vllm import checkpoint_names  # noqa: E402
 from tensorhub_plugins.vllm.engine.staleness import Staleness  # noqa: E402
@@ -113,6 +116,143 @@ async def test_without_partial_rollout_a_prompt_is_asked_again_from_the_beginnin
     other.llm.answers.set()
     samples = await ask(other, journals=given_back.journals)
     assert [sample["tokens"] for sample in samples] == 2 * [[1, 2, 7, 8, 7, 8]]
+
+
+class OfItsOwn:
+    """An agent that makes something of its own of what goes wrong: a bad sample, or an error."""
+
+    def __init__(self, *, raises: bool) -> None:
+        self.raises = raises
+
+    async def execute(self, prompt: str, llm_engine: Any, **_: Any) -> dict[str, Any]:
+        try:
+            answer = await self.ask(llm_engine)
+        except Exception as error:
+            if self.raises:
+                raise RuntimeError("the agent has met an error") from error
+            return {"prompt": prompt, "tokens": [], "reward": -1.0}
+        return {"prompt": prompt, "tokens": answer.outputs[0].token_ids}
+
+    async def ask(self, llm_engine: Any) -> Any:
+        return await llm_engine.generate([1, 2], SimpleNamespace(max_tokens=6, min_tokens=0))
+
+
+class Elsewhere(OfItsOwn):
+    """Asks from a task that is of no sample, as OpenRLHF's example of a server in the engine's actor."""
+
+    async def ask(self, llm_engine: Any) -> Any:
+        return await asyncio.create_task(super().ask(llm_engine), context=contextvars.Context())
+
+
+class OfTheFirst(OfItsOwn):
+    """Asks from a task that its first prompt has begun, as of a server that is started when it is needed."""
+
+    begun: asyncio.Task[None] | None = None
+
+    async def ask(self, llm_engine: Any) -> Any:
+        if self.begun is None:
+            self.asked: asyncio.Queue[Any] = asyncio.Queue()
+            self.begun = asyncio.create_task(self.serve())
+        answer = asyncio.get_running_loop().create_future()
+        self.asked.put_nowait((super().ask(llm_engine), answer))
+        return await answer
+
+    async def serve(self) -> None:
+        while True:
+            asking, answer = await self.asked.get()
+            try:
+                answer.set_result(await asking)
+            except Exception as error:
+                answer.set_exception(error)
+
+
+AGENTS = [agent(raises=raises) for agent in (OfItsOwn, Elsewhere) for raises in (False, True)]
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("is_partial", [False, True])
+async def test_what_an_agent_makes_of_an_engine_that_leaves_is_no_sample(agent: Any, is_partial: bool) -> None:
+    leaver, other = make_engine(agent, is_partial=is_partial), make_engine(agent, is_partial=is_partial)
+    answer = ask(leaver)
+    await settle()
+    await leaver.tensorhub_give_back()
+    given_back = await answer
+    assert isinstance(given_back, GivenBack)
+    other.llm.answers.set()
+    samples = await ask(other, journals=given_back.journals)  # the control: they are answered well
+    assert all(sample["tokens"][-2:] == [7, 8] and "reward" not in sample for sample in samples)
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+async def test_what_an_agent_makes_of_an_engine_that_is_lost_is_no_sample(
+    monkeypatch: pytest.MonkeyPatch, agent: Any
+) -> None:
+    async def spans(*_: Any) -> tuple[()]:
+        return ()
+
+    one = make_engine(agent, is_partial=True)
+    answer = ask(one)
+    await settle()
+    monkeypatch.setattr(one.owned, "spans", spans)
+    one.llm.answers.set()
+    with pytest.raises(EngineLost, match="cannot tell the version"):
+        await answer
+
+
+@pytest.mark.parametrize("agent", [OfTheFirst(raises=raises) for raises in (False, True)])
+async def test_a_question_of_a_task_that_an_answered_prompt_has_begun_is_of_all(agent: Any) -> None:
+    """It was noted for that prompt, and the agent's own sample or error counted for those that were there."""
+    one = make_engine(agent, is_partial=False)
+    one.llm.answers.set()
+    assert len(await ask(one)) == 2  # the control
+    one.llm.answers = asyncio.Event()
+    answer = ask(one)
+    await settle()
+    await one.tensorhub_give_back()
+    assert isinstance(await answer, GivenBack)
+    agent.begun.cancel()
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+async def test_a_question_of_a_task_that_an_ended_sample_has_begun_is_of_all(has_ended: bool) -> None:
+    """Also while other samples of its prompt are made. The control: it is of that prompt alone while its own one is."""
+    broken_off, asks, goes_on = BrokenOff(), asyncio.Event(), asyncio.Event()
+    begun: list[asyncio.Task[None]] = []
+
+    async def helper() -> None:
+        await asks.wait()
+        broken_off.note(EngineLost("rollout-0/0"))
+
+    async def beginner() -> dict[str, Any]:
+        begun.append(asyncio.create_task(helper()))
+        return {} if has_ended else await other()
+
+    async def other() -> dict[str, Any]:
+        await goes_on.wait()
+        return {}
+
+    async def prompt(*made: Coroutine[Any, Any, dict[str, Any]]) -> list[dict[str, Any]] | None:
+        with broken_off.of_prompt() as errors:
+            return await whole_samples([begin_sample(each, errors) for each in made], errors)
+
+    prompts = asyncio.gather(prompt(beginner(), other()), prompt(other()))
+    await settle()
+    asks.set()
+    await begun[0]
+    goes_on.set()
+    assert await prompts == [None, None if has_ended else [{}]]
+
+
+async def test_an_error_of_the_agents_own_ends_its_prompt() -> None:
+    class Wrong(TwoTurns):
+        async def execute(self, prompt: str, llm_engine: Any, **given: Any) -> dict[str, Any]:
+            await super().execute(prompt, llm_engine, **given)
+            raise ValueError("a mistake")
+
+    one = make_engine(Wrong(), is_partial=True)
+    one.llm.answers.set()
+    with pytest.raises(ValueError, match="a mistake"):
+        await ask(one)
 
 
 def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_back_too() -> None:
@@ -217,7 +357,7 @@ async def test_a_spare_says_so_and_is_ready_with_its_first_version(monkeypatch: 
 
 def test_what_is_published_are_the_tensors_that_would_be_saved(tmp_path: Any) -> None:
     """Under their names in a checkpoint: vLLM does not know those of a Mixtral model in transformers 5."""
-    with start_server() as server:
+    with start_server(limits=AT_ONCE) as server:
         shape = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 3}
         model = MixtralForCausalLM(MixtralConfig(**shape, **heads)).to(torch.bfloat16)

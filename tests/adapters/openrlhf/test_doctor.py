@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hub_limits import AT_ONCE
 
 from tensorhub_plugins.core import UsageError, start_server
 from tensorhub_plugins.openrlhf import config, doctor
@@ -130,7 +131,7 @@ def test_what_nobody_had_thought_of_is_a_sentence_too() -> None:
 
 @needs_openrlhf
 def test_what_will_happen_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with start_server() as server:
+    with start_server(limits=AT_ONCE) as server:
         backend = f"tensorhub{server.address.removeprefix('tcp')}?keep=3&pull_until=9&run=r&recover_weights=latest"
         partial = ["--train.async_enable", "--train.partial_rollout_enable", "--vllm.sync_with_ray"]
         line = [*JOB, *partial, "--eval.dataset", "d", "--actor.num_gpus_per_node", "4"]

@@ -16,7 +16,7 @@ from vllm_http import FACTS, Fake, answering, status
 from tensorhub_plugins.core import Client, Server, UsageError, VersionRefused
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.external import ExternalEngine, as_json, is_of_one_version, text_of
-from tensorhub_plugins.openrlhf.versions import FIRST, LAST
+from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned
 from tensorhub_plugins.vllm.ray import external as neutral
 from tensorhub_plugins.vllm.ray.external import Answer, Expected, ServerLost
 
@@ -133,6 +133,72 @@ def test_without_partial_rollout_a_prompt_is_asked_again_until_it_is_of_one_vers
         assert [r["extra_logs"][FIRST] for r in responses] == [4, 4] and len(fake.asked) == 4
 
     play(hub, story, partial=False)
+
+
+@pytest.mark.parametrize("raises", [None, RuntimeError, asyncio.CancelledError])
+def test_what_an_agent_makes_of_a_lost_answer_is_no_sample(
+    hub: Server, asked: dict[str, Any], raises: type[BaseException] | None
+) -> None:
+    """The last one: an agent that awaits what else it had asked, which it has cancelled."""
+
+    class Agent:
+        async def execute(self, llm_engine: Any, sampling_params: Any, **_: Any) -> dict[str, Any]:
+            try:
+                answer = await llm_engine.generate([1], sampling_params)
+            except Exception as error:
+                if raises is not None:
+                    raise raises("the agent has met an error") from error
+                return {"reward": -1.0}
+            return {"tokens": answer.outputs[0].token_ids}
+
+    async def story(fake: Fake, engine: ExternalEngine) -> None:
+        engine.executor = Versioned(Agent())
+        assert len(await engine.generate_responses(**asked)) == 2  # the control
+        fake.starts = None
+        with pytest.raises(ServerLost, match="cannot tell the version"):
+            await engine.generate_responses(**asked)
+
+    play(hub, story, partial=True)
+
+
+def test_what_a_sample_of_a_lost_prompt_loses_later_is_no_loss_of_others(hub: Server, asked: dict[str, Any]) -> None:
+    """It was noted for every prompt that was there, whose samples then went on likewise: a server that breaks off some
+    of its answers lost nearly all of them."""
+
+    class Agent:
+        """Each sample asks when it may."""
+
+        def __init__(self) -> None:
+            self.may_ask = [asyncio.Event() for _ in range(3)]
+            self.ended = [asyncio.Event() for _ in range(3)]
+            self.begun = 0
+
+        async def execute(self, llm_engine: Any, sampling_params: Any, **_: Any) -> dict[str, Any]:
+            number, self.begun = self.begun, self.begun + 1
+            await self.may_ask[number].wait()
+            try:
+                # From a task of its own, as with a timeout.
+                answer = await asyncio.create_task(llm_engine.generate([1], sampling_params))
+            finally:
+                self.ended[number].set()
+            return {"tokens": answer.outputs[0].token_ids}
+
+    async def story(fake: Fake, engine: ExternalEngine) -> None:
+        agent = Agent()
+        engine.executor, fake.starts = Versioned(agent), None
+        agent.may_ask[0].set()
+        with pytest.raises(ServerLost, match="cannot tell the version"):
+            await engine.generate_responses(**asked)
+        other = asyncio.create_task(engine.generate_responses(**{**asked, "num_samples": 1}))
+        while agent.begun < 3:
+            await asyncio.sleep(0)
+        agent.may_ask[1].set()
+        await agent.ended[1].wait()
+        fake.starts = [[3, 0]]
+        agent.may_ask[2].set()
+        assert [sample["tokens"] for sample in await other] == [[0, 1, 2, 3]]
+
+    play(hub, story, partial=True)
 
 
 def test_a_version_that_it_refuses_is_said_with_why(

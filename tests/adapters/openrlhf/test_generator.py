@@ -11,7 +11,7 @@ pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-
 torch = pytest.importorskip("torch")
 
 from openrlhf_fakes import EVERY_PROMPT, PROMPTS, FakeEngine, FakeHub, FakeRay, Ref, make, play_ray, prompts_of  # noqa: E402
-from ray.exceptions import ActorDiedError, RayActorError  # noqa: E402
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError  # noqa: E402
 
 from tensorhub_plugins.core import VersionGone, VersionRefused, version_of  # noqa: E402
 from tensorhub_plugins.openrlhf import health, routing  # noqa: E402
@@ -463,15 +463,22 @@ def test_an_engine_that_cannot_start_ends_the_run_at_once(ray: FakeRay) -> None:
     assert ray.now < 10
 
 
-def test_a_dead_engine_is_done_without_while_others_live(ray: FakeRay) -> None:
+@pytest.mark.parametrize(
+    "error", [ActorDiedError(), OutOfMemoryError("its node is short of it")], ids=["died", "out of memory"]
+)
+def test_a_dead_engine_is_done_without_while_others_live(error: Exception, ray: FakeRay) -> None:
     well, other = FakeEngine(), FakeEngine()
     generator = make([well, other])
     generator.engines.live()
-    other.do_tensorhub_heartbeat = lambda: ActorDiedError()  # type: ignore[method-assign]
+    beat = other.do_tensorhub_heartbeat
+    other.do_generate_responses = lambda **_: error  # type: ignore[method-assign]
+    other.do_tensorhub_heartbeat = lambda: error if other.asked else beat()  # type: ignore[method-assign]
+    samples, *_ = generator.generate_samples()
+    assert prompts_of(samples) == EVERY_PROMPT and other.asked
     for _ in range(10):
         assert [member.name for member in generator.engines.live()] == ["rollout-0"]
     well.do_tensorhub_heartbeat = other.do_tensorhub_heartbeat  # type: ignore[method-assign]
-    with pytest.raises(ActorDiedError):
+    with pytest.raises(type(error)):
         generator.engines.live()
 
 

@@ -46,7 +46,7 @@ class FakeRay:
         self.killed: list[Engine] = []
         self.is_taken = False  # by somebody else, in the last moment
 
-    def remote(self, _: type) -> Any:
+    def actor_class(self, _: type) -> Any:
         return SimpleNamespace(
             options=lambda **options: SimpleNamespace(remote=lambda **arguments: Engine(options, arguments))
         )
@@ -84,6 +84,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(launcher, "get_placement_group", fake.find)
     monkeypatch.setattr(launcher, "remove_placement_group", fake.remove)
     monkeypatch.setattr(launcher, "placement", fake)
+    monkeypatch.setattr(launcher, "owned", fake)
     parts = SimpleNamespace(TensorHubEngine=object, get_bundle_indices=lambda group, at, count: [3, 1][:count])
     monkeypatch.setattr(launcher, "import_module", lambda _: parts)
     monkeypatch.setattr(launcher, "CLOSE_TIMEOUT_S", 0.01)

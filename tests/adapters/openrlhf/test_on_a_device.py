@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("openrlhf", reason="the adapter imports OpenRLHF")
 
+from hub_limits import AT_ONCE  # noqa: E402
 from simulated import Simulation  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
@@ -59,7 +60,7 @@ def test_the_next_step_waits_on_the_device_and_not_on_the_host(monkeypatch: pyte
 
     released: list[bool] = []
     monkeypatch.setattr(policy_ranks, "release_cached_memory", lambda: released.append(True))
-    with Simulation(5) as device, start_server() as server:
+    with Simulation(5) as device, start_server(limits=AT_ONCE) as server:
         rank = rank_of(device, server.address, chosen)
         weights = dict(rank.actor.model.module.named_parameters())
         for tensor in weights.values():
