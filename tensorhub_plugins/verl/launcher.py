@@ -179,15 +179,23 @@ class VerlLauncher:
 
 
 def set_concurrency(rollouter: Any, joined: int, left: Collection[str], known: Collection[str] | None = None) -> None:
-    """Set the limit of verl's FullyAsyncRollouter, which counts the replicas of its own manager alone. Runs in its
-    process. left, known: names of replicas, also of others; None: all of its own were there."""
-    if rollouter.max_required_samples is None:
-        return  # it has not begun, and will count for itself
-    own = {f"rollout-{one.replica_rank}" for one in rollouter.llm_server_manager.get_replicas()}
-    there = own if known is None else own.intersection(known)
-    samples = max(1, len(there.difference(left)) + joined) * rollouter.concurrent_samples_per_replica
-    rollouter.max_concurrent_samples = min(samples, rollouter.max_required_samples)
-    rollouter._record_active_count()
+    """Set the limit of verl's FullyAsyncRollouter, which counts the replicas of its own manager alone, now and whenever
+    it counts them anew: it moves those on the trainer's GPUs in and out. Runs in its process. left, known: names of
+    replicas, also of others; None: all of its own were there."""
+
+    def update() -> None:
+        if rollouter.max_required_samples is None:
+            return  # it has not begun, and will count for itself
+        replicas = rollouter.llm_server_manager.get_replicas()
+        own = {f"rollout-{one.replica_rank}" for one in replicas if one.follows}
+        there = own if known is None else own.intersection(known)
+        count = len(replicas) - len(own) + len(there.difference(left)) + joined
+        samples = max(1, count) * rollouter.concurrent_samples_per_replica
+        rollouter.max_concurrent_samples = min(samples, rollouter.max_required_samples)
+        rollouter._record_active_count()
+
+    rollouter._update_max_concurrent_samples = update
+    update()
 
 
 def is_external(name: str) -> bool:

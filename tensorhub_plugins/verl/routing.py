@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import ray
+from ray.exceptions import RayError
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
@@ -273,7 +274,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         again."""
         if not ray.is_initialized():
             return
-        with contextlib.suppress(ValueError):  # the replicas have made none yet
+        with contextlib.suppress(ValueError, RayError):  # there is none yet, or Ray's head is busy
             ray.get_actor(worker_stub.NAME).meet.remote(ray.get_runtime_context().current_actor, self._published)
 
     def _forget(self, member: Member, out: Out) -> None:

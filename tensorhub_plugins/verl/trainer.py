@@ -110,7 +110,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
     def _ask_figures(self) -> Any:
         """Ask how the replicas that pull do, before the next version; None where verl's manager moves the weights."""
         if self.is_master and ray.is_initialized():  # else Ray would start a cluster, or look for one that is gone
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 return ray.get_actor(worker_stub.NAME).figures.remote(self._published)
         return None
 

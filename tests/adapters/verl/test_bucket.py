@@ -20,6 +20,8 @@ import torch
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
+from hub_limits import AT_ONCE
+
 from tensorhub_plugins.core import UsageError, VersionRefused, start_server
 from tensorhub_plugins.verl import loading, trainer
 
@@ -40,7 +42,7 @@ NAMES = iter(range(1000))
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    with start_server() as server:
+    with start_server(limits=AT_ONCE) as server:
         yield server.address
 
 

@@ -7,12 +7,14 @@ import torch
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
+from hub_limits import AT_ONCE  # noqa: E402
+
 from tensorhub_plugins.core import Deadline, UsageError, start_server  # noqa: E402
 
 
 @pytest.fixture
 def address():
-    with start_server() as server:
+    with start_server(limits=AT_ONCE) as server:
         yield server.address
 
 
@@ -28,6 +30,7 @@ def assert_equal(a, b):
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_refused_at_start(monkeypatch):
     from tensorhub_plugins.verl import trainer as checkpoint_engine
 
@@ -40,6 +43,7 @@ def test_a_hub_that_does_not_answer_is_refused_at_start(monkeypatch):
         checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hup="tcp://127.0.0.1:9")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_master", [True, None], ids=["trainer", "rollout"])
 def test_the_runs_own_hub_may_be_started_again_as_the_run_begins(monkeypatch, is_master):
     """An update has asked it for its address, and it does not answer for longer than a wrong address is tried."""

@@ -234,7 +234,7 @@ async def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatc
         max_required_samples=40,
         concurrent_samples_per_replica=16,
         max_concurrent_samples=16,
-        llm_server_manager=SimpleNamespace(get_replicas=lambda: [SimpleNamespace(replica_rank=0)]),
+        llm_server_manager=SimpleNamespace(get_replicas=lambda: [SimpleNamespace(replica_rank=0, follows=True)]),
     )
     rollouter._record_active_count = lambda: recorded.append(rollouter.max_concurrent_samples)
 
@@ -260,7 +260,7 @@ async def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatc
 async def test_what_was_lost_with_its_owner_takes_no_room_of_what_comes_after_it(made, monkeypatch):
     """The owner of what the fleet has started was lost, and all that with it. The next one took each that it was told
     to stop from a count that had not had it: verl made samples for one replica, whatever came. The control: before."""
-    own = [SimpleNamespace(replica_rank=rank) for rank in (0, 1)]
+    own = [SimpleNamespace(replica_rank=rank, follows=True) for rank in (0, 1)]
     rollouter = SimpleNamespace(
         max_required_samples=1000,
         concurrent_samples_per_replica=1,
@@ -282,3 +282,33 @@ async def test_what_was_lost_with_its_owner_takes_no_room_of_what_comes_after_it
     for rank in (6, 7, 8):
         await owner.start(f"rollout-{rank}", rank, ())
     assert rollouter.max_concurrent_samples == 4
+
+
+async def test_replicas_on_the_trainers_gpus_count_beside_the_fleets(made, monkeypatch):
+    """verl moves them in and out, and counted its own anew each time: what the fleet had added made no room any more,
+    and what had left did. Where the fleet counted while they were in, they made none. verl's own method is called."""
+    module = pytest.importorskip("verl.experimental.fully_async_policy.fully_async_rollouter")
+    standalone = [SimpleNamespace(replica_rank=rank, follows=True) for rank in (1, 2)]
+    there, hybrid = list(standalone), SimpleNamespace(replica_rank=0, follows=False)
+
+    async def change(resource_ids):
+        there[:] = standalone if hybrid in there else [*standalone, hybrid]
+        return 1
+
+    rollouter = object.__new__(module.FullyAsyncRollouter.__ray_metadata__.modified_class)
+    rollouter.max_required_samples, rollouter.concurrent_samples_per_replica = 1000, 1
+    rollouter.llm_server_manager = SimpleNamespace(get_replicas=lambda: there, add_replicas=change)
+    rollouter.llm_server_manager.remove_replicas = change
+    rollouter.max_concurrent_samples, rollouter._record_active_count = 2, lambda: None
+    actor, handle = actors_of(rollouter, monkeypatch)
+    owner = VerlLauncher(root(), config.Options(), actor)
+    owner.settle(["rollout-1", "rollout-2"])
+    for rank in (3, 4):
+        await owner.start(f"rollout-{rank}", rank, ())
+    assert rollouter.max_concurrent_samples == 4
+    await rollouter.add_replicas(["hybrid_0"])
+    assert rollouter.max_concurrent_samples == 5
+    await owner.stop("rollout-1", handle)
+    assert rollouter.max_concurrent_samples == 4
+    await rollouter.remove_replicas(["hybrid_0"])
+    assert rollouter.max_concurrent_samples == 3

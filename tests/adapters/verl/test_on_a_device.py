@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
+from hub_limits import AT_ONCE  # noqa: E402
 from simulated import Simulation  # noqa: E402
 
 from tensorhub_plugins.core import Client, UsageError, start_server  # noqa: E402
@@ -31,7 +32,7 @@ def device():
 
 @pytest.fixture
 def address():
-    with start_server() as server:
+    with start_server(limits=AT_ONCE) as server:
         yield server.address
 
 

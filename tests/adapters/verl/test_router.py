@@ -209,15 +209,17 @@ async def test_many_requests_ask_one_question():
     assert router.questions < 10
 
 
-async def test_a_replica_on_a_lost_node_is_asked_no_more(caplog):
-    """Ray says so with an error that is no RayActorError, for ever; once it is enough, and not in a traceback."""
+@pytest.mark.parametrize("error", ["ActorUnschedulableError", "OutOfMemoryError"])
+async def test_a_replica_on_a_lost_node_is_asked_no_more(error, caplog):
+    """Ray says so with an error that is no RayActorError, for ever; once it is enough, and not in a traceback. So does
+    it of one that its memory monitor has ended and that is not started again."""
     a, b = Server("a"), Server("b")
     router = Router({"a": a, "b": b})
     await router.handle("warm up")
     await until(lambda: len(router.real._inflight_requests) == 2)
     handle = await router.handle("r")
     lost = a if handle._at[0] == "a" else b
-    lost.dead = ray.exceptions.ActorUnschedulableError("the node is dead")
+    lost.dead = getattr(ray.exceptions, error)("the node is dead, or short of memory")
     assert (await ask(handle)).token_ids == [0, 1]  # by the other one
     await until(lambda: router.real._beats[lost.name].done())
     assert router.real.members.all[lost.name].is_gone
@@ -362,6 +364,26 @@ async def test_all_leave_and_another_one_joins(monkeypatch):
     assert not router.real._inflight_requests
     fleet.roster = [Entry("rollout-1", b, "joined")]
     assert (await router.handle("next"))._at[0] == "rollout-1"
+
+
+async def test_silence_is_noticed_after_rays_head_has_not_answered(monkeypatch):
+    """The task that notices it, and ends what hangs, ended with Ray's error, for the rest of the run."""
+    asked = []
+
+    def get_actor(name):
+        asked.append(name)
+        raise ray.exceptions.GetTimeoutError("the GCS server is dead or under high load")
+
+    a, b = Server("a"), Server("b")
+    router = Router({"a": a, "b": b})
+    await router.handle("warm up")
+    await until(lambda: len(router.real._inflight_requests) == 2)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(reporting.fleet, "of_this_job", lambda: None)
+    await until(lambda: asked)
+    a.frozen.clear()
+    await asyncio.wait_for(until(lambda: list(router.real._inflight_requests) == ["b"]), 5.0)
 
 
 async def test_one_that_leaves_is_not_lost(monkeypatch):
