@@ -48,7 +48,7 @@ def read_round(path: str, folder: Path) -> stalls.Round:
             found.waits_s.append(row["data"]["timing/broadcast"])
     for file in sorted((folder / "probe").glob("*.jsonl")):
         notes = [json.loads(line) for line in file.read_text().split("\n")[:-1]]
-        found.stalls += stalls.find_stalls(notes)[WARM_UP_STEPS:]
+        found.stalls += stalls.find_stalls(notes, WARM_UP_STEPS)
     return found
 
 

@@ -35,20 +35,22 @@ class Round:
     memcpy_s: float = 0.0  # one copy of the model's bytes, measured beside it
 
 
-def find_stalls(notes: Iterable[dict[str, Any]]) -> list[Stall]:
+def find_stalls(notes: Iterable[dict[str, Any]], skip: int = 0) -> list[Stall]:
     """Return the stalls of one engine's notes, in order. A stall counts if answers were in flight and tokens came
-    before and after: then the replica had something to generate, and did not."""
-    notes = list(notes)
+    before and after: then the replica had something to generate, and did not. skip: the first updates, which count in
+    no case."""
+    notes, updates = list(notes), 0
     tokens = [note["at"] for note in notes if note["what"] == "tokens"]
     stalls, stop = [], None
     for note in notes:
         if note["what"] == "stop" and stop is None:
             stop = note
         elif note["what"] == "go" and stop is not None:
+            updates += 1
             after = bisect_left(tokens, note["at"])
             # Tokens of the step under way may still come out after the call that stops the engine.
             before = bisect_left(tokens, note["at"]) - 1
-            if stop["requests"] and before >= 0 and after < len(tokens):
+            if updates > skip and stop["requests"] and before >= 0 and after < len(tokens):
                 silent_s = tokens[after] - tokens[before]
                 stalls.append(Stall(note["at"] - stop["at"], silent_s, stop["requests"]))
             stop = None
@@ -64,7 +66,7 @@ def read_round(path: str, folder: Path, skip_steps: int) -> Round:
             found.waits_s.append(row["data"]["timing_s/update_weights"])
     for file in sorted((folder / "probe").glob("*.jsonl")):
         notes = [json.loads(line) for line in file.read_text().split("\n")[:-1]]
-        found.stalls += find_stalls(notes)[skip_steps:]
+        found.stalls += find_stalls(notes, skip_steps)
     return found
 
 

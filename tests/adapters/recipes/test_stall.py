@@ -65,6 +65,13 @@ def test_two_stops_before_a_go_are_one_stall():
     assert found.closed_s == 2.0
 
 
+def test_the_first_updates_are_warm_up_whether_they_met_answers_or_not():
+    """Of a run of which few updates met answers, those few were left out."""
+    rows = [("tokens", 1.0), ("stop", 1.5, 0), ("go", 1.6), ("stop", 2.0, 2), ("go", 3.0), ("tokens", 4.0)]
+    assert len(stalls.find_stalls(notes(*rows), skip=1)) == 1
+    assert stalls.find_stalls(notes(*rows), skip=2) == []
+
+
 def write_run(folder, waits, closed):
     (folder / "probe").mkdir(parents=True)
     rows = [{"step": i + 1, "data": {"timing_s/update_weights": wait}} for i, wait in enumerate(waits)]
