@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help fuzz env docs demo demo-elastic demo-openrlhf check quick test test-all test-kills test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-trl test-vllm-0.33 test-megatron test-fleet \
+.PHONY: help fuzz env docs demo demo-elastic demo-openrlhf check quick test test-all test-slow test-kills test-heavy test-long test-verl test-vllm test-vllm-versions test-environments test-versions test-openrlhf test-trl test-vllm-0.33 test-megatron test-fleet \
 	test-deploy test-rdma test-gpu bench-gpu test-sim chaos mutants lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
@@ -57,6 +57,10 @@ test: lint ## lint, the quick tests, of those that start vLLM or Ray one of each
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -x -q -n 5 --dist worksteal -m "not heavy"
 	python -m pytest -x -v -m smoke
+
+test-slow: ## of the quick tests, those that took above 3 s in the last run, alone: fails by those that do so again
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python -m pytest -q -m "not heavy" --slow-ones-alone
 
 test-kills: ## a verl run whose parts are killed, RDMA in two virtual machines: with `test`, what CI runs for every commit (8 minutes)
 	@$(IN_ENV); export OMP_NUM_THREADS=1

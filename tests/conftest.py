@@ -8,6 +8,7 @@ import inspect
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -34,10 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-seed", type=int, default=1, help="which faults")
     parser.addoption("--begin-within", type=float, default=float("inf"), help="seconds after which no file is begun")
     parser.addoption("--turn", type=int, default=0, help="which file comes first, when not all may be begun")
+    parser.addoption(
+        "--slow-ones-alone", action="store_true", help="of the last run's long ones, fail by those still so"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(SlowTests())
+    config.pluginmanager.register(SlowTests(config, alone=config.getoption("--slow-ones-alone")))
     config.pluginmanager.register(Budget(config.getoption("--begin-within"), config.getoption("--turn")))
 
 
@@ -54,6 +58,21 @@ def _endpoints_are_new() -> None:
     """A port is given out again within the minutes for which a process remembers how fast it was, and for which bad."""
     if ways := sys.modules.get("tensorhub_plugins.core.transports.ways"):
         vars(ways.WAYS).update(vars(ways.Ways()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _variables_are_as_before() -> Iterator[None]:
+    """A process of Ray's keeps in its environment what it learns, as the secret of a run: later hubs asked for it,
+    and engines that an older fork server started did not know it."""
+    before = _of_the_store()
+    yield
+    for name in _of_the_store():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _of_the_store() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("TENSORHUB_")}
 
 
 @pytest.hookimpl(tryfirst=True)

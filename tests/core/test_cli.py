@@ -344,6 +344,7 @@ def test_keygen_writes_a_secret_and_keys_made_from_it(tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_a_server_with_a_secret_is_for_those_who_have_it(tmp_path, capsys):
     file, observer = tmp_path / "run.secret", tmp_path / "observer.key"
     keys = secret.generate()

@@ -91,6 +91,7 @@ def _changed_by(call: ast.Call) -> list[tuple[str, str]]:
     return [(ast.unparse(owner), str(name.value) if isinstance(name, ast.Constant) else "?")]
 
 
+@pytest.mark.slow
 def test_no_test_patches_a_constant_of_core() -> None:
     """What a test has to change an operator may have to change, too: it is a field of some limits."""
     patched = {file.name: patched_constants(file) for file in sorted((ROOT / "tests").rglob("*.py"))}

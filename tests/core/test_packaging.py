@@ -37,6 +37,7 @@ def test_the_check_above_sees_a_framework() -> None:
     assert "ray" in frameworks_loaded_by("import tensorhub_plugins.core, ray")
 
 
+@pytest.mark.slow
 def test_the_hub_does_without_torch() -> None:
     hub = "import tensorhub_plugins.core.cli, tensorhub_plugins.core.hub.server"
     see = "import sys; assert ('torch' in sys.modules) is {}"
@@ -45,6 +46,7 @@ def test_the_hub_does_without_torch() -> None:
         subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_a_worker_does_without_the_hub() -> None:
     """Each process of a run imported all of it: trainers, actors, vLLM's servers, cores and workers."""
     see = "import sys; print(*(name for name in sys.modules if name.startswith('tensorhub_plugins.core.hub')))"

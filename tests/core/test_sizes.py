@@ -11,24 +11,24 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
 
 # Lines of the files in a folder, without those in folders that have a ceiling of their own. The aim is 36,500 in all.
 CEILINGS = {
-    "core": 3_513,
-    "core/client": 5_696,
+    "core": 3_527,
+    "core/client": 5_701,
     "core/deltas": 685,
     "core/device": 920,
     "core/device/kernels": 515,
-    "core/hub": 5_881,
+    "core/hub": 5_890,
     "core/memory": 3_785,
     "core/operations": 1_820,
     "core/protocol": 1_193,
     "core/security": 730,
-    "core/transfer": 1_903,
-    "core/transports": 7_085,
-    "openrlhf": 2_650,
-    "verl": 4_260,
-    "vllm": 7_868,
+    "core/transfer": 1_994,
+    "core/transports": 7_123,
+    "openrlhf": 2_720,
+    "verl": 4_266,
+    "vllm": 7_944,
     "vllm/doctor": 800,
     "vllm/ray/fleet": 1_730,
-    "vllm/worker": 5_845,
+    "vllm/worker": 5_912,
 }
 ROOM, ROOM_LINES = 0.1, 150  # below a ceiling, as a part of it or in lines: for changes that need no reason
 INIT_LINES_MAX = 40  # of a file beside the folders: __init__.py

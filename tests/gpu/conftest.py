@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_place import NO_GPU, Place, place_named
+from hub_limits import AT_ONCE
 
 from tensorhub_plugins.core import Client, start_server
 
@@ -47,7 +48,7 @@ def figure(place: Place, request: pytest.FixtureRequest) -> Any:
 def clients() -> Iterator[Any]:
     """clients("trainer"): a client of a hub of its own, closed at the end."""
     made: list[Client] = []
-    with start_server() as server:
+    with start_server(limits=AT_ONCE) as server:
 
         def client(replica: str, **options: Any) -> Client:
             given = {"transports": TRANSPORTS, **options}

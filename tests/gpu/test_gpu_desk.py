@@ -19,6 +19,7 @@ import pytest
 import torch
 from gpu_neighbours import beside, borrow, fill, pin
 from gpu_place import NO_GPU, free_bytes, host_free_bytes
+from hub_limits import AT_ONCE
 
 from recipes.bench.gpu.engine import Engine
 from tensorhub_plugins.core import Publisher, contiguous_spec, gate
@@ -177,7 +178,7 @@ def test_another_process_installs_from_borrowed_memory():
     size_bytes = 4 * GIB
     weights = {"w": torch.arange(size_bytes // 4, dtype=torch.int32).view(torch.uint8)}
     names = {"transports": ("shm", "tcp"), "run": "gpu", "model": "actor"}
-    with start_server() as hub, Client(hub.address, replica="lender", **names) as lender:
+    with start_server(limits=AT_ONCE) as hub, Client(hub.address, replica="lender", **names) as lender:
         lender.publish(1, weights)
         with beside(borrow, hub.address, size_bytes) as (_, pipe):
             unpinned, seconds, total = pipe.recv()

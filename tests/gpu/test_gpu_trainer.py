@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from gpu_ranks import trainer, value_of
+from hub_limits import AT_ONCE
 
 from tensorhub_plugins.core import Client, Publisher, contiguous_spec, start_server
 from tensorhub_plugins.core.memory import pinning
@@ -23,7 +24,7 @@ def test_two_ranks_that_gather_together_copy_at_once(place, figure):
     taken = {}
     for ranks, tensors in ((1, count // 2), (2, count)):
         with (
-            start_server() as server,
+            start_server(limits=AT_ONCE) as server,
             trainer(kind, server.address, ranks=ranks, count=tensors, size_bytes=size_bytes) as publish,
             Client(server.address, run="gpu", model="actor", replica="rollout") as rollout,
         ):

@@ -15,6 +15,7 @@ import gpu_place
 import pytest
 import torch
 from gpu_place import NO_GPU
+from hub_limits import AT_ONCE
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Deadline, Server, start_server
 
@@ -51,7 +52,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def hub() -> Iterator[Server]:
-    with start_server() as server:
+    with start_server(limits=AT_ONCE) as server:
         yield server
 
 

@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from hub_limits import AT_ONCE
 
 import tensorhub_plugins.core
 
@@ -58,7 +59,7 @@ def one_version(road: Road) -> None:
     names = [f"layer.{number}" for number in range(TENSORS)]
     common: dict[str, Any] = {"run": "road", "model": "actor", "transports": ("tcp",)}
     with (
-        start_server() as server,
+        start_server(limits=AT_ONCE) as server,
         Client(server.address, replica="trainer", **common) as trainer,
         Client(server.address, replica="reader", **common) as reader,
     ):

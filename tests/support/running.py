@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 QUICK_S = 3.0
+SLOW_TESTS = "tensorhub/slow"  # in pytest's cache: names, of each test's last run
 
 
 class Budget:
@@ -47,19 +48,65 @@ class Budget:
 class SlowTests:
     """A report of the quick tests that take long and are not marked `slow`, at the end of every run.
 
-    Long is by the wall clock, by which a busy machine makes any test long, so that nothing fails by it.
+    Long is by the wall clock, by which a busy machine makes any test long, so that nothing fails by it. Their names
+    are kept between runs, and one with alone=True runs only those, one after the other: it fails by those that take
+    long twice, as the first to import a package takes longer. It is for a machine that does nothing else meanwhile.
     """
 
-    def __init__(self) -> None:
-        self.took_s: defaultdict[str, float] = defaultdict(float)
+    def __init__(self, config: pytest.Config, *, alone: bool = False) -> None:
+        self.config, self.alone = config, alone
+        self.cache: pytest.Cache | None = getattr(config, "cache", None)  # a run may be without it
+        self.took_s: defaultdict[str, list[float]] = defaultdict(list)  # of each time
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.alone:
+            named = self.named()
+            self.config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in named])
+            items[:] = [item for item in items if item.nodeid in named]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Run all once, and leave pytest those that took long. True: nothing is left to do."""
+        if not self.alone:
+            return None
+        for item, following in zip(session.items, [*session.items[1:], None], strict=False):
+            self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        slow = set(self.slow())
+        session.items[:] = [item for item in session.items if item.nodeid in slow]
+        return True if session.testsfailed else None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not {"heavy", "long", "slow"} & set(report.keywords):
-            self.took_s[report.nodeid] += report.duration
+            times_s = self.took_s[report.nodeid]
+            if report.when == "setup":
+                times_s.append(0.0)
+            times_s[-1] += report.duration
+
+    def named(self) -> set[str]:
+        """Return the tests that took long when they were run last."""
+        return set() if self.cache is None else set(self.cache.get(SLOW_TESTS, []))
+
+    def is_slow(self, test: str) -> bool:
+        return min(self.took_s[test]) > QUICK_S
+
+    def slow(self) -> list[str]:
+        """Return the tests that took long, the longest first."""
+        return sorted(filter(self.is_slow, self.took_s), key=lambda test: -min(self.took_s[test]))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(self.config, "workerinput"):  # one of xdist's processes: the run itself hears of all tests
+            return
+        if self.cache is not None:
+            others = set() if self.alone else self.named() - self.took_s.keys()
+            self.cache.set(SLOW_TESTS, sorted({*others, *self.slow()}))
+        if self.alone and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED if self.slow() else pytest.ExitCode.OK
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        slow = sorted((-took_s, test) for test, took_s in self.took_s.items() if took_s > QUICK_S)
-        if slow:
-            terminalreporter.section(f"above {QUICK_S:g} s, not marked `slow`")
-            for took_s, test in slow:
-                terminalreporter.write_line(f"{-took_s:6.1f} s  {test}")
+        if slow := self.slow():
+            beside = "alone" if self.alone else "beside others"
+            terminalreporter.section(f"above {QUICK_S:g} s {beside}, not marked `slow`")
+            for test in slow:
+                terminalreporter.write_line(f"{min(self.took_s[test]):6.1f} s  {test}")

@@ -73,6 +73,8 @@ class EngineCore:
 
     def reset_encoder_cache(self) -> None: ...
 
+    def shutdown(self) -> None: ...
+
 
 @pytest.fixture
 def engine() -> Iterator[EngineCore]:

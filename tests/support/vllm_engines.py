@@ -253,8 +253,8 @@ class _Host:
     def reply(self, action: Callable[[], Any]) -> None:
         try:
             answer = (True, action())
-        except Exception:
-            answer = (False, traceback.format_exc())
+        except Exception as error:  # what it says first: a log may not show the end of a long message
+            answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         self.pipe.send(answer)
 
     def start(self, model: str, extension: str, workers: int, options: dict[str, Any]) -> None:

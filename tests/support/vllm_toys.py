@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -52,6 +53,24 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reload, "reload_checkpoint", load_all)
     monkeypatch.setattr(checkpoint_contract, "rehearse", rehearsed)
+
+
+class Party:
+    """An all-gather between threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self.votes = [b""] * size
+
+    def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
+        def gather(vote: bytes) -> list[bytes]:
+            self.votes[rank] = vote
+            self.barrier.wait()
+            votes = list(self.votes)
+            self.barrier.wait()
+            return votes
+
+        return gather
 
 
 class Engines:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hub_limits import AT_ONCE
 
 from tensorhub_plugins.core import Client, run_log, start_server
 from tensorhub_plugins.core.cli import main
@@ -47,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 def test_loops_by_hand_have_paths_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/loop.md's: the client records what it does; what engines compile is no version of the model."""
     monkeypatch.setenv(run_log.VARIABLE, str(tmp_path))
-    with start_server() as hub, ExitStack() as stack:
+    with start_server(limits=AT_ONCE) as hub, ExitStack() as stack:
 
         def join(replica: str, model: str = "actor") -> Client:
             return stack.enter_context(Client(hub.address, run="r", model=model, replica=replica))
