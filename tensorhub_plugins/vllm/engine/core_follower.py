@@ -143,7 +143,7 @@ def _as_one(core: Any, caches: Caches, original: Any, method: Any, *args: Any, *
         return change()
     if method not in CHANGES and not may_change_weights(method):
         answers = original(method, *args, **kwargs)
-        return [*answers, caches.refusal or None] if method == "tensorhub_health" else answers
+        return [worker or caches.refusal or None for worker in answers] if method == "tensorhub_health" else answers
     if method in CHANGES:
         caches.check_steps()
         caches.forget()  # or nothing changes
