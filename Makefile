@@ -58,7 +58,7 @@ test: lint ## lint, the quick tests, of those that start vLLM or Ray one of each
 	python -m pytest -x -q -n 5 --dist worksteal -m "not heavy"
 	python -m pytest -x -v -m smoke
 
-test-slow: ## of the quick tests, those that took above 3 s in the last run, alone: fails by those that do so again
+test-slow: ## of the quick tests, those that took above 3 s in the last run, alone: fails by those that take above 6 s then
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -q -m "not heavy" --slow-ones-alone
 

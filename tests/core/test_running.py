@@ -86,6 +86,15 @@ def test_what_is_long_the_first_time_only_is_quick(tmp_path: Path) -> None:
     assert alone.returncode == 0 and passed(alone) == ["test_0.py"] * 4 and "not marked" not in alone.stdout
 
 
+def test_what_is_long_by_a_little_fails_nothing(tmp_path: Path) -> None:
+    """Machines differ by more than that. It is named, and the next run has it among its long ones."""
+    always = ONCE.replace("item.nodeid not in run_before", "True")
+    for took, returncode in (("4.0", 0), ("9.0", 1)):
+        run(tmp_path, "SlowTests(config)", TWO, cache=True, more=always)
+        alone = run(tmp_path, "SlowTests(config, alone=True)", TWO, cache=True, more=always.replace("9.0", took))
+        assert alone.returncode == returncode and f"{took} s  test_0.py::test_a" in alone.stdout, alone.stdout
+
+
 def test_what_took_long_is_torn_down_before_it_is_run_again(tmp_path: Path) -> None:
     """Of two files, and of one test alone. Others between them are not run again, as they were quick."""
     text = """import pytest, time
