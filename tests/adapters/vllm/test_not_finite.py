@@ -146,7 +146,11 @@ def update(engine: Engine, version: int, target: str = "") -> None:
     assert result["installed"], result["error"]
 
 
-FEW = {"num_gpu_blocks_override": 12}  # so that each is used again at once
+FEW = {"num_gpu_blocks_override": 12, "max_model_len": 128}  # so that each is used again at once
+FP8 = pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="on CPUs without AVX-512 and AMX vLLM has no FP8 KV cache",
+)
 
 
 @contextmanager
@@ -165,7 +169,7 @@ def taking(first: dict[str, Any], spoilt: dict[str, Any], last: dict[str, Any], 
     ("kind", "value", "options"),
     [
         ("qwen2-untied", NAN, {}),
-        ("qwen2-untied", INF, {"kv_cache_dtype": "fp8"}),
+        pytest.param("qwen2-untied", INF, {"kv_cache_dtype": "fp8"}, marks=FP8),
         ("gemma", NAN, {}),
         pytest.param("deepseek-mla", NAN, {}, marks=pytest.mark.long),
         pytest.param("mamba2", NAN, {}, marks=pytest.mark.long),
