@@ -21,7 +21,7 @@ CEILINGS = {
     "core/operations": 1_820,
     "core/protocol": 1_193,
     "core/security": 730,
-    "core/transfer": 1_994,
+    "core/transfer": 2_007,
     "core/transports": 7_123,
     "openrlhf": 2_720,
     "verl": 4_266,

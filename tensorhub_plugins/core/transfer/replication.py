@@ -68,6 +68,7 @@ class Replication:
     def __post_init__(self) -> None:
         self.version, self.finished = self.wanted.version, False
         self._asking = False  # an AskSources is unanswered
+        self._asked_until = self.deadline  # the deadline of the last one
         self._asking_more = False
         self._ask_at: float | None = None
         self._look_at: float | None = None
@@ -147,7 +148,7 @@ class Replication:
 
     def _ask(self, now: float) -> None:
         orphans = tuple(shard for shard, state in self.shards.items() if not state.sources and not state.is_done)
-        self._asking, self._ask_at = True, None
+        self._asking, self._asked_until, self._ask_at = True, self.deadline, None
         left_s = remaining_s(self.deadline, now)
         self._effects.append(events.AskSources(self._acquire(orphans, left_s)))
 
@@ -169,6 +170,9 @@ class Replication:
         self._asking = False
         if isinstance(reply, errors.TensorHubError):
             unheard = isinstance(reply, errors.HubUnreachable)
+            if self.deadline > self._asked_until and (unheard or isinstance(reply, errors.DeadlineExceeded)):
+                self._ask_at = now  # what has come meanwhile has moved it
+                return
             self._give_up(self._no_hub(reply.peer, f": {reply.message}") if unheard else self._explained(reply))
             return
         if (reply.layout, reply.shard_count) != (self.layout, self.shard_count):

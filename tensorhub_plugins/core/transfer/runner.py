@@ -183,9 +183,13 @@ class Transfer:
             case events.Lost(shard, session, why, _, is_unreached, is_cut):
                 opened, now = self._opened[session], time.monotonic()
                 is_alive = bool(opened) or (is_cut and (not is_unreached or self._unreached.was_reached(session)))
-                if is_alive and self._readers.get((shard, session)) not in opened:  # it takes no more readers from here
+                reader = self._readers.get((shard, session))
+                if is_alive and reader not in opened:  # it takes no more readers from here
                     queued = self._queues.setdefault(session, Queued())
                     queued.tries, queued.tries_at = 1, now + (TRY_S if opened else TRY_ALONE_S)
+                    if reader is not None and reader.has_waited and opened and is_cut:  # the hub knew no other source
+                        self._await_turn(reader.key, reader.grant, reader.request_id)
+                        return events.Tick()
                     return msgspec.structs.replace(event, unreached=False)
                 if is_unreached:
                     self._unreached.add(session, now)
@@ -326,10 +330,15 @@ class Transfer:
     def _open(self, key: ShardKey, grant: messages.Grant, request_id: int) -> None:
         self._granted_at = self._granted_at or time.monotonic()
         self._destinations.announce_read(key)
+        self._await_turn(key, grant, request_id)
+
+    def _await_turn(self, key: ShardKey, grant: messages.Grant, request_id: int) -> None:
+        """Start a reader of this source, at once or when it is to be tried again."""
         deltas = self._destinations.takes_deltas
         reader = SourceReader(key, grant, self._transports, self._machine, self._events, deltas=deltas)
         self._readers[key.shard, grant.session], reader.request_id = reader, request_id
-        if grant.session in self._queues:
+        reader.has_waited = grant.session in self._queues
+        if reader.has_waited:
             self._queues[grant.session].readers.append(reader)
         else:
             reader.start()

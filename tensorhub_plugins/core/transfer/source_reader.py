@@ -84,7 +84,7 @@ class SourceReader:
         self.key = key
         self.shard = key.shard
         self.grant = grant
-        self.transport, self.request_id = "", 0
+        self.transport, self.request_id, self.has_waited = "", 0, False  # waited: for its turn
         self.came = NOTHING  # verified
         self._transports, self._machine = transports, machine
         self._limits = machine.limits

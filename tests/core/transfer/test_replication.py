@@ -114,6 +114,22 @@ def test_what_comes_slowly_is_waited_for_and_what_stands_still_is_not(grows):
     assert gives_up(handle(events.Tick(), limit_s + 0.1)).timeout_s == story.machine.timeout_s
 
 
+@pytest.mark.parametrize("refusal", [errors.DeadlineExceeded("no source had room"), errors.HubUnreachable("away")])
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_refusal_at_a_deadline_that_has_moved_since_is_no_end(grows, refusal):
+    """A shard that waits for a place at its source, while what comes of another one moves the deadline."""
+    story, one, two = Story(grows=grows), manifest(2), manifest(1, "2")
+    story.open(1, (A, one), (A, two))
+    assert story.asks(story.then(events.Lost(1, A, "full"))[2:]).shards == (1,)
+    story.now = TIMEOUT_S - 1
+    story.arrive(0, A, 0)
+    effects = story.at(TIMEOUT_S + 0.1, events.Answer(2, refusal, False))
+    if grows:
+        assert story.asks(effects).timeout_s == pytest.approx(SLOW_S - 1.1)
+    else:
+        gives_up(effects)
+
+
 def test_what_was_published_without_digests_is_not_read_by_who_compares_them():
     story, of = Story(), msgspec.structs.replace(manifest(1), digests=b"1" * 16, digest_algorithm=NO_DIGESTS)
     story.begin()
