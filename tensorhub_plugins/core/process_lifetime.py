@@ -98,15 +98,14 @@ class ForeignPort:
 
 @contextmanager
 def socket_of(number: int) -> Iterator[socket.socket]:
-    """Yield a copy of a library's socket. Raise OSError where this is a descriptor of none, or of none any more."""
-    copy = os.dup(number)
+    """Yield a library's socket, which stays open and as it is: for a copy there may be no descriptor left. Raise
+    OSError where this is a descriptor of none, or of none any more."""
+    # Of another type a default timeout would be applied to it, for the parent and a child alike.
+    found = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=number)
     try:
-        found = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    with found:
         yield found
+    finally:
+        found.detach()
 
 
 def _inode_of(number: int) -> int:

@@ -16,7 +16,7 @@ CEILINGS = {
     "core/deltas": 685,
     "core/device": 920,
     "core/device/kernels": 515,
-    "core/hub": 5_890,
+    "core/hub": 5_886,
     "core/memory": 3_785,
     "core/operations": 1_820,
     "core/protocol": 1_193,

@@ -121,14 +121,10 @@ class Unfinished:
         return int(RECEIVED.unpack(info)[0]) if len(info) == RECEIVED.size else 0
 
     def _tcp_info(self, descriptor: int) -> bytes:
-        """Return what the system says of a connection; b"": it is over. For a copy there may be no descriptor left."""
-        with contextlib.suppress(OSError):
-            connection = socket.socket(fileno=descriptor)
-            try:
-                if connection.getsockname()[1:2] == (self._port,):
-                    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED.size)
-            finally:
-                connection.detach()
+        """Return what the system says of a connection; b"": it is over."""
+        with contextlib.suppress(OSError), socket_of(descriptor) as connection:
+            if connection.getsockname()[1:2] == (self._port,):
+                return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED.size)
         return b""
 
     def _shut_down(self, descriptor: int) -> bool:

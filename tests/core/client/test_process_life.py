@@ -339,13 +339,20 @@ def test_a_second_close_waits_for_the_first(stage, monkeypatch):
     assert order == ["first", "second"]
 
 
-def test_of_a_number_that_is_no_sockets_any_more_no_copy_stays_open(tmp_path: Path) -> None:
-    """One of each connection whose number a file had by the time of a look stayed. The control: a socket's."""
+def test_who_looks_at_a_library_s_socket_leaves_it_open_and_as_it_is_and_needs_no_file_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that blocks, of the parent of a child too, did so no more where a default timeout was set; and a hub without
+    a file for a copy cut nobody off. The control: a number that is a file's by now."""
+    monkeypatch.setattr(os, "dup", lambda number: pytest.fail("there may be no file left"))
     with socket.socket() as listening, (tmp_path / "file").open("w") as file:
         with pytest.raises(OSError), socket_of(file.fileno()):
             raise AssertionError("a file is no socket")
-        opened = [path.resolve() for path in Path("/proc/self/fd").iterdir() if path.exists()]
-        assert opened.count(tmp_path / "file") == 1
-        with socket_of(listening.fileno()) as copy:
-            assert copy.family == listening.family and copy.fileno() != listening.fileno()
-        assert copy.fileno() == -1 and listening.fileno() >= 0
+        assert os.fstat(file.fileno()).st_size == 0 and os.get_blocking(listening.fileno())
+        try:
+            socket.setdefaulttimeout(SOON_S)
+            with socket_of(listening.fileno()) as same:
+                assert (same.family, same.fileno()) == (listening.family, listening.fileno())
+        finally:
+            socket.setdefaulttimeout(None)
+        assert same.fileno() == -1 and os.get_blocking(listening.fileno())
