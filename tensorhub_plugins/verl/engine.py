@@ -68,7 +68,7 @@ class TensorHubServer(vLLMHttpServer):
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         joining = None
         if self.follows:
-            with suppress(TensorHubError):  # the first engines start before the hub
+            with suppress(TensorHubError, ray.exceptions.RayError):  # the first engines start before the hub
                 options, _ = await self._store(hub_timeout_s=0.0)
                 joining = self._joining(options)
         with compiled.announced(joining):
@@ -112,7 +112,7 @@ class TensorHubServer(vLLMHttpServer):
                 options, known = await self._store()
                 visitor = await asyncio.to_thread(connect, options, replica=f"server-{self.replica_rank}")
                 break
-            except TensorHubError as error:
+            except (TensorHubError, ray.exceptions.RayError) as error:  # or Ray's head is busy
                 logger.warning("%s: no hub yet: %s", self.worker, error)
                 await asyncio.sleep(1.0)
         await asyncio.gather(asyncio.to_thread(visitor.close), self._joins.wait())

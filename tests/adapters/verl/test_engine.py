@@ -13,6 +13,7 @@ pytest.importorskip("verl", reason="the adapter registers with verl when it is i
 
 vllm = pytest.importorskip("vllm")
 
+from ray.exceptions import GetTimeoutError  # noqa: E402
 from verl.workers.rollout.replica import RolloutMode, TokenOutput  # noqa: E402
 
 from tensorhub_plugins.core import version_of  # noqa: E402
@@ -121,8 +122,11 @@ def test_what_a_leaving_replica_broke_off_goes_to_clients_that_go_on_from_there(
 async def test_a_spare_joins_the_store_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """With everything before that done: what is left are the weights."""
     did: list[str] = []
+    busy = [True]  # Ray's head: it does not answer within the minute that Ray gives it
 
     async def store(*_: Any) -> Any:
+        if busy.pop() if busy else False:
+            raise GetTimeoutError("There was timeout in getting the actor handle")
         did.append("hub")
         return config.parse({"hub": "tcp://h:1", "run": "r"}), None
 
@@ -145,6 +149,7 @@ async def test_a_spare_joins_the_store_when_it_is_told_to(monkeypatch: pytest.Mo
         one._owned.warm_up, is_spare = warm_up, kind is engine.SpareServer
         one._owned.status, one._joins, one._waits = Status(), asyncio.Event(), False
         did.clear()
+        busy[:] = [True]
         if is_spare:
             following = asyncio.create_task(one._start_following(one._owned))
             while "hub" not in did:
