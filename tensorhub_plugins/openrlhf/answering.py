@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf.trainer.ray import vllm_engine
@@ -20,7 +19,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from tensorhub_plugins.core import TensorHubError, run_log
 from tensorhub_plugins.openrlhf import partial_answers
 from tensorhub_plugins.openrlhf.partial_answers import BrokenOff, Call, GivenBack, Journal, Journals, Leaving
-from tensorhub_plugins.openrlhf.versions import came_from
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.ray.health import EngineLost
 from tensorhub_plugins.vllm.ray.owned import OwnedEngine
@@ -79,31 +77,35 @@ class Answering(Stock):
         return GivenBack(None if kept is None else kept.all)
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        asked = self._answer(prompt_token_ids, sampling_params, multi_modal_data)
+        return await self.broken_off.in_own_loop(asked)
+
+    async def _answer(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any) -> Any:
         own = partial_answers.of_sample()
-        before = None if own is None else own.find(prompt_token_ids)
+        beside = "" if own is None else partial_answers.beside(sampling_params, multi_modal_data)
+        before = None if own is None else own.find(prompt_token_ids, beside)
         rest = None if before is None or before.is_whole else partial_answers.rest_of(sampling_params, before)
         if before is not None and rest is None:
             assert own is not None
-            came_from(*before.versions)
+            self.executor.came_from(*before.versions)
             if not before.is_whole:
-                own.note(replace(before, is_whole=True))
-            return SimpleNamespace(outputs=[before.output])
+                own.note(replace(before, is_whole=True), before)
+            return before.answer
         if before is None:
-            call, is_whole = await self._ask(prompt_token_ids, sampling_params, multi_modal_data)
+            call = replace(await self._ask(prompt_token_ids, sampling_params, multi_modal_data), beside=beside)
         else:
-            came_from(*before.versions)
-            asked = [*prompt_token_ids, *before.output.token_ids]
-            call, is_whole = await self._ask(asked, rest, multi_modal_data)
-            versions = (*before.versions, *call.versions)
-            call = Call(before.prompt, partial_answers.joined(before, call.output), versions, is_whole)
+            self.executor.came_from(*before.versions)
+            more = await self._ask([*prompt_token_ids, *before.output.token_ids], rest, multi_modal_data)
+            output, versions = partial_answers.joined(before, more.output), (*before.versions, *more.versions)
+            call = replace(before, output=output, versions=versions, is_whole=more.is_whole)
         if own is not None:
-            own.note(call)
-        if not is_whole:
+            own.note(call, before)
+        if not call.is_whole:
             raise self.broken_off.note(Leaving(f"{self.worker} has to leave"))
-        return SimpleNamespace(outputs=[call.output])
+        return call.answer
 
-    async def _ask(self, prompt: Any, params: Any, multi_modal_data: Any) -> tuple[Call, bool]:
-        """Return one answer of vLLM, and whether it is whole: one that was broken off has the tokens up to then."""
+    async def _ask(self, prompt: Any, params: Any, multi_modal_data: Any) -> Call:
+        """Return one answer of vLLM. One that was broken off has the tokens up to then."""
         started = time.monotonic()
         if self.is_leaving:
             raise self.broken_off.note(Leaving(f"{self.worker} has to leave"))
@@ -119,16 +121,17 @@ class Answering(Stock):
             raise self.broken_off.note(EngineLost(f"{self.worker} cannot tell the version of an answer"))
         versions = tuple(version for version, _ in spans) or (self.owned.status.version,)
         is_whole = not (self.is_leaving and output.finish_reason == "abort")
-        came_from(*versions)
+        self.executor.came_from(*versions)
         outcome = str(output.finish_reason) if is_whole else "given back"
         run_log.record_request(self.worker, started, outcome, versions, len(output.token_ids))
-        return Call(tuple(prompt), output, versions, is_whole), is_whole
+        told = {name: value for name, value in vars(answer).items() if name != "outputs"}
+        return Call(tuple(prompt), output, versions, is_whole, told=told)
 
 
 def named(generate: Callable[..., Any]) -> Callable[..., Any]:
     """Return vLLM's `generate` under names by which its core knows which version each token came from (spans.py)."""
 
-    def under_our_name(prompt: Any, params: Any, request_id: str) -> Any:
-        return generate(prompt, params, request_id=f"{PREFIX}{uuid.uuid4().hex}")
+    def under_our_name(prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> Any:
+        return generate(prompt, sampling_params, request_id=f"{PREFIX}{uuid.uuid4().hex}", **more)
 
     return under_our_name

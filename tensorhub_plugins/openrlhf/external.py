@@ -9,7 +9,6 @@ they are not.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from tensorhub_plugins.core import Deadline, UsageError, VersionRefused
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.partial_answers import BrokenOff, begin_sample, whole_samples
-from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned, came_from
+from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned
 from tensorhub_plugins.vllm.ray import external
 from tensorhub_plugins.vllm.ray.external import Answer, Expected, ServerLost
 
@@ -30,8 +29,6 @@ logger = get_logger(__name__)
 POLL_INTERVAL_S = 0.05
 AGAIN_MAX = 3  # times that the samples of a prompt are made again
 OURS = ("output_kind", "skip_clone")  # what vLLM notes in sampling parameters for itself, besides private names
-
-_tokenizer: contextvars.ContextVar[Any] = contextvars.ContextVar("the tokenizer of the prompt being answered")
 
 
 def as_json(params: Any) -> dict[str, Any]:
@@ -93,7 +90,7 @@ class ExternalEngine(external.External):
         if images:
             raise UsageError(f"{self.url} cannot be given images: add engines instead of a server")
         await self._need(min_version)
-        _tokenizer.set(hf_tokenizer)
+        self._tokenizer = hf_tokenizer  # of all prompts
         given = {"prompt": prompt, "label": label, "sampling_params": sampling_params, "max_length": max_length}
         for _ in range(1 + AGAIN_MAX):
             responses = await self._samples(num_samples, **given, hf_tokenizer=hf_tokenizer, images=None)
@@ -111,17 +108,20 @@ class ExternalEngine(external.External):
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """Answer an agent with what it reads of vLLM's RequestOutput."""
+        return await self.broken_off.in_own_loop(self._answer(prompt_token_ids, sampling_params))
+
+    async def _answer(self, prompt_token_ids: Any, sampling_params: Any) -> Any:
         try:
             answer = await self.ask(prompt_token_ids, as_json(sampling_params))
         except ServerLost as error:
             self.broken_off.note(error)
             raise
-        came_from(*(version for version, _ in answer.spans))
+        self.executor.came_from(*(version for version, _ in answer.spans))
         if answer.finish_reason == "abort":  # OpenRLHF would take half an answer for a whole one
             raise self.broken_off.note(ServerLost(f"{self.url} was told to give its requests back", peer=self.url))
         output = SimpleNamespace(
             index=0,
-            text=text_of(answer, sampling_params, _tokenizer.get()),
+            text=text_of(answer, sampling_params, self._tokenizer),
             token_ids=answer.token_ids,
             finish_reason=answer.finish_reason,
             logprobs=None if answer.log_probs is None else _as_vllm(answer),

@@ -11,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import hashlib
+import pickle
 from collections.abc import Coroutine, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from tensorhub_plugins.core import TensorHubError
@@ -27,6 +30,18 @@ class Call:
     output: Any
     versions: tuple[int, ...]  # that its tokens came from, in order
     is_whole: bool
+    beside: str = ""  # what was asked with the prompt, see `beside`
+    told: dict[str, Any] = field(default_factory=dict)  # what else vLLM's RequestOutput says
+
+    @property
+    def answer(self) -> Any:
+        """Return what an agent reads of vLLM's RequestOutput."""
+        return SimpleNamespace(**{**self.told, "outputs": [self.output]})
+
+
+def beside(params: Any, images: Any) -> str:
+    """Return what tells a question from others with the same prompt: images, above all, are the same tokens there."""
+    return hashlib.sha256(pickle.dumps((repr(params), images))).hexdigest()
 
 
 @dataclass
@@ -42,20 +57,25 @@ class Journal:
     def __post_init__(self) -> None:
         self._replayed = 0
 
-    def find(self, prompt: Sequence[int]) -> Call | None:
-        """Return what was answered when this was asked; from the first question that differs on, nothing."""
+    def find(self, prompt: Sequence[int], beside: str = "") -> Call | None:
+        """Return what was answered when this was asked, once; from the first question that differs on, nothing. What
+        was broken off stays until it is noted with what comes to it."""
         if self._replayed == len(self.calls):
             return None
         call = self.calls[self._replayed]
-        if call.prompt != tuple(prompt):
+        if (call.prompt, call.beside) != (tuple(prompt), beside):
             del self.calls[self._replayed :]
             return None
-        self._replayed += call.is_whole  # one that was broken off stays until it is noted with what comes to it
+        self._replayed += 1
         return call
 
-    def note(self, call: Call) -> None:
-        """Note the answer of this engine, in the place of one that was broken off."""
-        self.calls[self._replayed :] = [call]
+    def note(self, call: Call, before: Call | None = None) -> None:
+        """Note the answer of this engine, in the place of what `find` has returned, which was broken off."""
+        for place, each in enumerate(self.calls):
+            if each is before:
+                self.calls[place] = call
+                return
+        self.calls.append(call)
         self._replayed = len(self.calls)
 
 
@@ -82,16 +102,26 @@ class BrokenOff:
 
     def __init__(self) -> None:
         self._prompts: list[list[TensorHubError]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # the actor's
 
     @contextlib.contextmanager
     def of_prompt(self) -> Iterator[list[TensorHubError]]:
         """Yield what is noted while this prompt is answered."""
         noted: list[TensorHubError] = []
+        self._loop = asyncio.get_running_loop()
         self._prompts.append(noted)
         try:
             yield noted
         finally:
             self._prompts = [each for each in self._prompts if each is not noted]
+
+    async def in_own_loop(self, question: Coroutine[Any, Any, Any]) -> Any:
+        """Return what this question is answered, in the actor's own loop: the sockets to vLLM are of one thread, and an
+        agent may ask from another one, as OpenRLHF's example of a server in the engine's actor."""
+        loop = self._loop
+        if loop is None or loop is asyncio.get_running_loop():
+            return await question
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(question, loop))
 
     def note(self, error: TensorHubError) -> TensorHubError:
         """Note this for the prompt of the sample that this task makes, or is begun by, and return it. The sample may go
@@ -147,8 +177,10 @@ _of_task: contextvars.ContextVar[Journal | None] = contextvars.ContextVar("journ
 
 
 def of_sample() -> Journal | None:
-    """Return the journal of the sample that this task makes; None where no other engine would go on with it."""
-    return _of_task.get()
+    """Return the journal of the sample that this task makes, or is begun by; None where that has ended, or no other
+    engine would go on with it."""
+    _, sample = _of_sample.get(([], None))
+    return None if sample is None or sample.done() else _of_task.get()
 
 
 def rest_of(params: Any, call: Call) -> Any | None:

@@ -29,6 +29,7 @@ class Versioned:
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
+        self._being_made: list[list[int]] = []  # the versions of each sample
 
     async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         versions: list[int] = []
@@ -36,18 +37,22 @@ class Versioned:
         if journals is not None:
             journals.begin()
         _of_sample.set(versions)  # every sample is made in a task of its own, and a task has its own context
-        response: dict[str, Any] = await self._executor.execute(*args, **kwargs)
+        self._being_made.append(versions)
+        try:
+            response: dict[str, Any] = await self._executor.execute(*args, **kwargs)
+        finally:
+            self._being_made = [each for each in self._being_made if each is not versions]
         if versions:
             logs = response.get("extra_logs") or {}
             response["extra_logs"] = {**logs, FIRST: min(versions), LAST: max(versions)}
         return response
 
-
-def came_from(*versions: int) -> None:
-    """Note that the tokens just made, of the sample that this task makes, are of these versions."""
-    seen = _of_sample.get(None)
-    if seen is not None:
-        seen.extend(step_of(version) for version in versions)
+    def came_from(self, *versions: int) -> None:
+        """Note that the tokens just made, of the sample that this task makes, or is begun by, are of these versions. Of
+        all that are being made where that has ended, or there is none, as with `BrokenOff.note`."""
+        own = [each for each in self._being_made if each is _of_sample.get(None)]
+        for seen in own or self._being_made:
+            seen.extend(step_of(version) for version in versions)
 
 
 def with_logs(response: dict[str, Any], logs: Mapping[str, float]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ CEILINGS = {
     "core/security": 730,
     "core/transfer": 2_007,
     "core/transports": 7_123,
-    "openrlhf": 2_720,
+    "openrlhf": 2_760,
     "verl": 4_266,
     "vllm": 7_944,
     "vllm/doctor": 800,

@@ -135,6 +135,31 @@ def test_without_partial_rollout_a_prompt_is_asked_again_until_it_is_of_one_vers
     play(hub, story, partial=False)
 
 
+@pytest.mark.parametrize("starts", [[[3, 0]], [[3, 0], [4, 2]]])
+def test_an_agent_may_ask_from_a_thread_of_its_own(hub: Server, asked: dict[str, Any], starts: Any) -> None:
+    """As OpenRLHF's example of a server in the engine's actor: the run ended with LookupError. Without partial rollout
+    its samples are of one version, too."""
+
+    class Agent:
+        async def execute(self, llm_engine: Any, sampling_params: Any, **_: Any) -> dict[str, Any]:
+            def serve() -> Any:
+                return asyncio.run(llm_engine.generate([1], sampling_params))
+
+            answer = await asyncio.get_running_loop().run_in_executor(None, serve)
+            return {"tokens": answer.outputs[0].token_ids, "text": answer.outputs[0].text}
+
+    async def story(fake: Fake, engine: ExternalEngine) -> None:
+        engine.executor, fake.starts = Versioned(Agent()), starts
+        if len(starts) > 1:
+            with pytest.raises(ServerLost, match="changes its version while it answers"):
+                await engine.generate_responses(**asked)
+        else:
+            samples = await engine.generate_responses(**asked)
+            assert [(sample["tokens"], sample["text"]) for sample in samples] == 2 * [([0, 1, 2, 3], "abcd")]
+
+    play(hub, story, partial=False)
+
+
 @pytest.mark.parametrize("raises", [None, RuntimeError, asyncio.CancelledError])
 def test_what_an_agent_makes_of_a_lost_answer_is_no_sample(
     hub: Server, asked: dict[str, Any], raises: type[BaseException] | None

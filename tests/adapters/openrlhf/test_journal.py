@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tensorhub_plugins.openrlhf.partial_answers import Call, GivenBack, Journal, joined, rest_of
+from tensorhub_plugins.openrlhf.partial_answers import Call, GivenBack, Journal, beside, joined, rest_of
 
 
 def output(*tokens: int, text: str = "", logprobs: bool = True) -> SimpleNamespace:
@@ -37,7 +37,7 @@ def test_the_next_engine_gets_the_same_answers_and_goes_on_with_the_last() -> No
     assert first is not None and first.is_whole and first.output.token_ids == [2, 3] and first.versions == (4, 4)
     last = there.find([1, 2, 3, 9])
     assert last is not None and not last.is_whole and last.output.token_ids == [5]
-    there.note(Call(last.prompt, output(5, 6), (4, 7), is_whole=True))
+    there.note(Call(last.prompt, output(5, 6), (4, 7), is_whole=True), last)
     # Once more, in the middle of nothing: all is there.
     again = moved(there)
     assert [again.find(prompt).output.token_ids for prompt in ([1], [1, 2, 3, 9])] == [[2, 3], [5, 6]]  # type: ignore[union-attr]
@@ -50,8 +50,8 @@ def test_an_engine_that_leaves_before_it_asks_gives_back_what_it_was_given() -> 
     assert there.find([1]) is not None and there.find([1, 2, 9]) is not None
     back = moved(GivenBack([there]).journals[0])  # type: ignore[index]
     assert GivenBack([back]).tokens == 3 and not back.calls[-1].is_whole
-    back.find([1]), back.find([1, 2, 9])
-    back.note(Call((1, 2, 9), output(3, 4, 5), (0, 1), True))  # the control: it is there once
+    back.find([1])
+    back.note(Call((1, 2, 9), output(3, 4, 5), (0, 1), True), back.find([1, 2, 9]))  # the control: it is there once
     assert [call.output.token_ids for call in back.calls] == [[2], [3, 4, 5]]
 
 
@@ -62,6 +62,27 @@ def test_an_agent_that_asks_something_else_is_answered_anew() -> None:
     assert journal.find([1, 2, 9]) is None and len(journal.calls) == 1
     journal.note(Call((1, 2, 8), output(4), (0, 0), True))
     assert [call.prompt for call in moved(journal).calls] == [(1,), (1, 2, 8)]
+
+
+def test_what_is_asked_several_times_at_once_is_answered_each_time_with_another_answer() -> None:
+    """As an agent asks that takes the best of several: all of them went on from the first one's tokens."""
+    journal = moved(Journal([Call((1,), output(2), (0,), False), Call((1,), output(3), (0,), False)]))
+    first, second = journal.find([1]), journal.find([1])
+    assert first is not None and second is not None and journal.find([1]) is None
+    journal.note(Call((1,), output(3, 5), (0, 0), True), second)
+    assert [call.output.token_ids for call in moved(journal).calls] == [[2], [3, 5]]  # the engine leaves now
+    journal.note(Call((1,), output(2, 4), (0, 0), True), first)
+    journal.note(Call((1,), output(6), (0,), True))
+    assert [call.output.token_ids for call in journal.calls] == [[2, 4], [3, 5], [6]]
+
+
+@pytest.mark.parametrize(("params", "images"), [("seed=1", b"a"), ("seed=0", b"b")])
+def test_another_image_or_another_way_to_sample_is_another_question(params: str, images: bytes) -> None:
+    """A screenshot is the same tokens as the one before it."""
+    asked = beside("seed=0", {"image": [b"a"]})
+    journal = Journal([Call((1,), output(2), (0,), True, asked)])
+    assert moved(journal).find([1], beside("seed=0", {"image": [b"a"]})) is not None  # the control
+    assert moved(journal).find([1], beside(params, {"image": [images]})) is None
 
 
 @pytest.mark.parametrize(
