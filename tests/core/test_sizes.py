@@ -28,7 +28,7 @@ CEILINGS = {
     "vllm": 7_944,
     "vllm/doctor": 800,
     "vllm/ray/fleet": 1_730,
-    "vllm/worker": 5_912,
+    "vllm/worker": 5_934,
 }
 ROOM, ROOM_LINES = 0.1, 150  # below a ceiling, as a part of it or in lines: for changes that need no reason
 INIT_LINES_MAX = 40  # of a file beside the folders: __init__.py

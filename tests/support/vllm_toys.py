@@ -77,7 +77,7 @@ class Engines:
     """A factory that makes updaters, and closes them."""
 
     def __init__(self, hub: Server, simulation: Simulation | None = None) -> None:
-        self.hub, self._simulation = hub, simulation
+        self.hub, self.simulation = hub, simulation
         self.made: list[Updater] = []
 
     def __call__(
@@ -91,8 +91,8 @@ class Engines:
     ) -> Updater:
         config = {"hub": self.hub.address, "run": "r", "model": "m", "replica": replica, **options}
         model = Toy()
-        if self._simulation is not None:
-            self._simulation.take(model.fused, replica)
+        if self.simulation is not None:
+            self.simulation.take(model.fused, replica)
         updater = Updater(
             WorkerConfig.parse(config), model, SimpleNamespace(), ShardPosition(shard, shards, LAYOUT), gather
         )

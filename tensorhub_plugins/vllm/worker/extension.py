@@ -69,7 +69,7 @@ from tensorhub_plugins.vllm.worker import (
     weights,
 )
 from tensorhub_plugins.vllm.worker.methods import CHANGE_WEIGHTS, may_change_weights
-from tensorhub_plugins.vllm.worker.preserved import ExternalCall, preserved
+from tensorhub_plugins.vllm.worker.preserved import ExternalCall, copied_buffers, preserved
 from tensorhub_plugins.vllm.worker.updater import TIMEOUT_S, Updater, time_of_update
 from tensorhub_plugins.vllm.worker.votes import ShardPosition, anyone, engine_gather, first_name
 
@@ -546,7 +546,9 @@ def external_change(updater: Updater, what: str, vllm_config: Any, *, is_certain
     try:
         try:
             updater.before_external_change(what)
-            call.before = None if updater.is_asleep else Slab.adopt(weights.tensors(updater.model)).manifest()
+            if not updater.is_asleep:
+                call.before = Slab.adopt(weights.tensors(updater.model)).manifest()
+                call.buffers = copied_buffers(updater.model)
             is_begun = True
         finally:  # all workers do it, or none: what they do may be one step of all
             if together and anyone(updater.gather, not is_begun) and is_begun:
@@ -559,17 +561,17 @@ def external_change(updater: Updater, what: str, vllm_config: Any, *, is_certain
         raise
     finally:  # in any case: the other workers wait for what this one says
         updater.external, reason = None, reason or call.failure
-        if not is_begun:
-            differs = False
-        elif call.before is None or updater.is_asleep:
-            differs = updater.is_asleep == (call.before is not None)
-            updater.before_external_change(what)  # again: to wake it up serves them
-        else:
-            differs = _differs(updater.model, call.before)
-        changed = differs or (call.is_certain and not reason)
+        changed = (is_begun and _differs(updater, call.before)) or (call.is_certain and not reason)
+        if is_begun and (call.before is None or updater.is_asleep):
+            try:
+                updater.before_external_change(what)  # again: to wake it up serves them
+            except Exception as error:
+                reason = reason or f"{type(error).__name__}: {error}"
         if together:
             failed, changed = anyone(updater.gather, bool(reason)), anyone(updater.gather, changed)
             reason = reason or "another worker of this engine failed" * failed
+        if changed:
+            updater.buffers = updater.buffers or call.buffers
         if not changed:
             updater.mark_unchanged()
         elif reason:
@@ -586,17 +588,19 @@ def _part_of(call: ExternalCall, updater: Updater, what: str, *, is_certain: boo
         with preserved(updater.model):
             yield
     except BaseException as error:
-        if call.before is None or updater.is_asleep or _differs(updater.model, call.before):
+        if call.before is None or updater.is_asleep or _differs(updater, call.before):
             call.failure = f"{what}: {type(error).__name__}: {error}"
         raise
     call.is_certain |= is_certain
 
 
-def _differs(model: torch.nn.Module, before: Manifest) -> bool:
+def _differs(updater: Updater, before: Manifest | None) -> bool:
     """Return whether its weights are others than they were, or of another form: all workers are to hear of it, and the
-    call itself has not failed."""
+    call itself has not failed. before: None: they were asleep."""
+    if before is None or updater.is_asleep:
+        return updater.is_asleep == (before is not None)
     try:
-        now = Slab.adopt(weights.tensors(model))
+        now = Slab.adopt(weights.tensors(updater.model))
         return now.specs != before.tensors or bool(now.damaged(before))
     except Exception:
         logger.warning("the weights cannot be compared any more, and count as changed", exc_info=True)

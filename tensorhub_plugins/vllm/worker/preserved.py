@@ -3,7 +3,7 @@ its bytes, which no rehearsal changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorhub_plugins.core import Manifest
 from tensorhub_plugins.vllm.worker.reachable_tensors import walk
+from tensorhub_plugins.vllm.worker.weights import as_bytes
 
 REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # the registries that a module changes in place
+
+Buffers = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of a model, and what was in each
 
 
 @contextmanager
@@ -73,10 +76,16 @@ class Untouched(TorchDispatchMode):
         return tensor.untyped_storage().data_ptr() in self._live
 
 
+def copied_buffers(model: torch.nn.Module) -> Buffers:
+    """Return its buffers, and copies. No checkpoint fills them, as rotary tables, or not every one, as scales of KV."""
+    return [(buffer, buffer.clone()) for buffer in map(as_bytes, model.buffers()) if not buffer.is_meta]
+
+
 @dataclass
 class ExternalCall:
     """A call of another client's that may change the weights, while it runs. is_certain: it does."""
 
     is_certain: bool
     before: Manifest | None = None  # of them, then; None: they were asleep
+    buffers: Buffers = ()
     failure: str = ""  # of a part of it

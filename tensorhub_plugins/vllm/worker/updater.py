@@ -31,6 +31,7 @@ from tensorhub_plugins.core import (
     TensorHubError,
     UsageError,
     VersionRefused,
+    copy_all,
     forget_live_memory,
     run_log,
 )
@@ -40,7 +41,7 @@ from tensorhub_plugins.vllm.worker import digests, intake, memory_need, plan, up
 from tensorhub_plugins.vllm.worker.addresses import Addresses
 from tensorhub_plugins.vllm.worker.conversion import NotEnough, worth_it
 from tensorhub_plugins.vllm.worker.loader_calls import Asked
-from tensorhub_plugins.vllm.worker.preserved import ExternalCall
+from tensorhub_plugins.vllm.worker.preserved import Buffers, ExternalCall
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights, Event, Staged, UpdateState
 from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, anyone, first_says
 
@@ -73,6 +74,7 @@ class Updater:
         self._is_leaving = self._grows = False
         self.changed = self._prepared = 0  # another number after each change of the weights; the version
         self.external: ExternalCall | None = None
+        self.buffers: Buffers = ()  # that others may have changed since the last install, and what was in them
         self._asked = Asked()
         self._known: tuple[Fetched, plan.Given] | None = None  # the last that `_given` returned, until it is released
         self._plans_ahead = position.shard_count > 1  # else a worker needs everything
@@ -468,6 +470,7 @@ class Updater:
         """Write the model. Return how a checkpoint was converted, None for a copy of our own layout."""
         staged = self._state.staged
         assert staged is not None
+        self._put_back()
         if staged.fetched is None:
             staged = self._read_in_place(version, deadline)
         if staged.fetched is None or staged.fetched.layout == self.position.layout:
@@ -484,6 +487,12 @@ class Updater:
         whole.fetched.converts, staged.fetched.converts = staged.fetched.converts, None
         self._handle(update_state.ReadInPlace(whole))
         return self._convert(whole.fetched)
+
+    def _put_back(self) -> None:
+        """Give buffers what they held before others changed them: no checkpoint does."""
+        with torch.inference_mode():  # which can write inference tensors and others
+            copy_all(self.buffers)
+        self.buffers = ()
 
     def _convert(self, fetched: Fetched) -> str:
         how = self._intake.install(self._given(fetched))

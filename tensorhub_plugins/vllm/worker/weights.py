@@ -114,10 +114,10 @@ def copy_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, torch.Te
     Raises UsageError, with nothing written, unless both hold the same names, dtypes and shapes."""
     check_same_tensors(live, source)
     with torch.inference_mode():  # it can write inference tensors and others
-        copy_all((_as_bytes(tensor), _as_bytes(source[name])) for name, tensor in live.items())
+        copy_all((as_bytes(tensor), as_bytes(source[name])) for name, tensor in live.items())
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose elements are bytes as those: torch copies some such dtypes in no other way."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 

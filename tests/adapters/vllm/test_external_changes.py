@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_toys import Engines, Party, conversion, engines, toy_checkpoint, update, wait_until
+from vllm_toys import Engines, Party, conversion, engines, toy_checkpoint, update, value, wait_until
 
 from tensorhub_plugins.core import DeadlineExceeded
 from tensorhub_plugins.vllm.worker.extension import external_change
@@ -146,3 +146,57 @@ def test_a_part_that_failed_before_it_changed_anything_may_be_tried_again(engine
         list(threads.map(lambda worker: update(worker, 1), workers))
         list(threads.map(change, workers))
         assert [(worker.poll()["version"], worker.poll()["broken"]) for worker in workers] == [(0, None)] * 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_no_checkpoint_fills_is_mended_with_the_weights(fails: bool, engines: Engines) -> None:
+    """A rotary table that a function had scaled stayed so, under the number of a version that had never had it."""
+    updater, table = engines("first", serve_from="live"), torch.arange(3.0)
+    updater.model.register_buffer("table", table.clone())
+    if engines.simulation is not None:
+        engines.simulation.take(updater.model.table, "first")
+
+    def change(*tensors: Any) -> None:
+        with suppress(ValueError), external_change(updater, "a function", ALONE, is_certain=False):
+            for tensor in tensors:
+                tensor.data *= 7.0
+            if fails:
+                raise ValueError("half way")
+
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        update(updater, 1)
+        change(updater.model.fused)
+        change(updater.model.fused, updater.model.table)
+        assert torch.equal(updater.model.table, 7.0 * table)  # until then it is what others want it to be
+        update(updater, 1)
+        assert (value(updater), updater.model.table.tolist()) == (1.0, table.tolist())
+        updater.model.table += 1.0  # as a step of the engine's own: no change by others
+        trainer.publish(2, toy_checkpoint(2.0))
+        update(updater, 2)
+        assert (value(updater), updater.model.table.tolist()) == (2.0, (table + 1.0).tolist())
+
+
+def test_readers_that_stay_after_a_call_in_sleep_hold_up_no_other_worker(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What that worker raised at the end of the call kept it from its vote, for which the other one waited."""
+    workers = two(engines)
+
+    def stay(*_: Any) -> None:
+        raise DeadlineExceeded("readers are still there")
+
+    def change(worker: Updater) -> None:
+        with external_change(worker, "a function", ALONE, is_certain=False):
+            worker.wake_up()
+            if worker is workers[0]:
+                monkeypatch.setattr(worker, "before_external_change", stay)
+
+    with engines.trainer() as trainer, ThreadPoolExecutor(2) as threads:
+        trainer.publish(1, toy_checkpoint(1.0))
+        list(threads.map(lambda worker: update(worker, 1), workers))
+        for worker in workers:
+            worker.fall_asleep()
+        list(threads.map(change, workers))
+        assert all("readers are still there" in worker.poll()["broken"] for worker in workers[:1])
+        assert "another worker of this engine failed" in workers[1].poll()["broken"]
