@@ -531,6 +531,13 @@ class CoreFollower(Follower):
                 self.version, self.is_broken = version, self.is_broken or is_lost
                 self.is_paused = is_lost
 
+    async def hold(self, version: int = 0, for_s: float | None = None) -> int:
+        """Look first, too: it would say that it has the version."""
+        releases = self._releases
+        await self._notice()
+        self._must_be_held(releases)
+        return await super().hold(version, for_s)
+
     async def make_ready(self, version: int) -> int | None:
         other: int | None = version
         while other is not None:

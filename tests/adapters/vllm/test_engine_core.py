@@ -233,19 +233,20 @@ def test_it_returns_from_a_version_that_is_withdrawn_and_serves_what_it_returned
         wait_until(lambda: core.log[-3:] == [("install", 3), "forget", "resume"], "it follows on")
 
 
-@pytest.mark.parametrize(("until", "newer"), [(None, False), (1, False), (1, True)])
+@pytest.mark.parametrize(("until", "newer"), [(None, False), (1, False), (1, True), (None, True)])
 @pytest.mark.parametrize("how", ["replaced", "lost"])
 def test_what_another_client_makes_of_the_weights_is_mended(
     following: Any, hub: Server, how: str, until: int | None, newer: bool
 ) -> None:
     """It went on as this version; and where they were lost, nobody could resume it, and no later version came in. Also
-    of the last version that is followed, where the hub names a newer one."""
+    of the last version that is followed, where the hub names a newer one; and by a hold there, of one that is held."""
     core = following("now", until=until)
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
         wait_until(lambda: core.log[-3:] == [("install", 1), "forget", "resume"], "switched")
         wait_until(lambda: core.updater.poll()["served_version"] == 1, "served")
-        began = len(core.log)
+        began, hold = len(core.log), lambda: core.one.ask("hold", [1, 60.0]).result(TIMEOUT_S)
+        assert not (held := newer and not until) or hold() == (("", "", 0), 1)
         if newer:
             trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
         if how == "replaced":
@@ -255,10 +256,11 @@ def test_what_another_client_makes_of_the_weights_is_mended(
             core.available = False
         with torch.no_grad():
             core.updater.model.weight.fill_(9.0)
+        assert not held or hold() == (("", "", 0), 1)
         wait_until(lambda: len(core.log) > began and core.log[-1] == "resume", "mended")
         assert core.log[began:] == [("start_fetch", 1), *switches(1)[how == "lost" :]]
         assert core.updater.model.weight.unique().tolist() == [1.0]
-        assert core.status()["wanted"] == 1
+        wait_until(lambda: core.status()["wanted"] == 1 + held, "it is said what is to be run")
 
 
 def test_a_failure_is_over_when_nothing_else_is_to_be_run(
