@@ -7,9 +7,9 @@ is. An answered one carries `X-TensorHub-Version`, what the server had when it b
 older one, unless operators withdraw that or pin another. Every answer that is no stream carries the oldest and the
 newest version of its tokens, `X-TensorHub-Version-First` and `-Last` (0: none of the store's), and a stream that was
 asked for with `X-TensorHub-Versions: 1` the same as a comment before its end; not that of a request with a name of its
-own (`X-Request-Id`, or `request_id` in its body). `GET /ready` is 503 with "behind" while a newer version has not been
-installed for `?max_behind_s=` (60): a router that does not know the store holds traffic back by it. Before `GET
-/metrics` is answered the store's figures are renewed (exposition.py).
+own (`X-Request-Id`, or `request_id` in its body), or of an engine that does not answer for 10 s. `GET /ready` is 503
+with "behind" while a newer version has not been installed for `?max_behind_s=` (60): a router that does not know the
+store holds traffic back by it. Before `GET /metrics` is answered the store's figures are renewed (exposition.py).
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class _Versions:
         self._asked = True
         with suppress(Exception):  # whatever it is, the answer is there
             asked = starts_in(self._engine.engine_core, self._name, forget=True)
-            found = [version for _, starts in await asyncio.wait_for(asked, SCRAPE_S) for version, _ in starts]
+            found = [version for _, starts in await asyncio.wait_for(asked, WAIT_S) for version, _ in starts]
             if found:
                 ends = ((FIRST, min(found)), (LAST, max(found)))
                 return [(name, (version_label(version) if version else "0").encode()) for name, version in ends]

@@ -43,6 +43,7 @@ class Server:
         self.leaves_after_s = 1e6  # the client
         self.twice: list[tuple[bytes, bytes]] = []  # more headers
         self.starts: list[Any] = []  # of the request that is answered
+        self.installs_s = 0.0  # for so long it does not say so
         self.ids: list[str] = []  # of requests, as vLLM takes them from the header
         self.named: list[str] = []  # of those, which the engine was asked for
         self.answer = [{"status": 200, "headers": [(b"x", b"y")]}, {"body": b"text"}]
@@ -55,6 +56,7 @@ class Server:
             return [self.updates.pop() for _ in list(self.updates)]
         if method == "tensorhub_starts":
             name, forget = arguments
+            await asyncio.sleep(self.installs_s)
             self.named.append(name)
             return self.starts if forget and name in self.ids[-1] else []
         assert method == "tensorhub_status"
@@ -280,6 +282,17 @@ def test_an_answer_says_of_which_versions_its_tokens_are() -> None:
     server.starts = [((0, 0), [(0, 0)])]
     assert server.post(b"{}")[1][b"x-tensorhub-version-first"] == b"0"  # none of the store's
     assert len(set(server.named)) == 2
+
+
+@pytest.mark.parametrize("waits_s", [admission.WAIT_S, 0.1])
+def test_an_answer_as_an_install_begins_says_its_versions(waits_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said nothing of them where the engine was busy for two seconds. The control waits for less."""
+    monkeypatch.setattr(admission, "SCRAPE_S", 0.1)
+    monkeypatch.setattr(admission, "WAIT_S", waits_s)
+    server = Server(said())
+    server.starts, server.installs_s = STARTS, 0.5
+    status, headers, body = server.post(b"{}")
+    assert (status, body, FIRST in headers) == (200, b"text", waits_s > server.installs_s)
 
 
 def test_an_answer_that_the_engine_knows_nothing_of_is_as_it_was() -> None:
