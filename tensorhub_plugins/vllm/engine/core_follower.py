@@ -532,7 +532,7 @@ class CoreFollower(Follower):
                 self.is_paused = is_lost
 
     async def hold(self, version: int = 0, for_s: float | None = None) -> int:
-        """Look first, too: it would say that it has the version."""
+        """Look first what others have made of the weights: while an engine is held, nothing else looks."""
         releases = self._releases
         await self._notice()
         self._must_be_held(releases)
