@@ -32,7 +32,7 @@ REDIAL_S = 1.0  # a hub that was started with the wrong secret is soon restarted
 PROBE_S = 1.0
 STRANGERS_MAX = 64  # hosts that are remembered
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03"  # of ZMTP 3, with its major version
-MECHANISM = slice(12, 32)  # of the 64 bytes of a greeting
+GREETING_BYTES, MECHANISM = 64, slice(12, 32)
 NO_DETAIL, PROTOCOL, AUTH, DONE = (
     int(event)
     for event in (
@@ -93,7 +93,7 @@ class Strangers:
     the hub has one. Poll `socket`, and call `look` when it is readable; only the hub's thread does. Before `bind`.
 
     ZeroMQ reports a failure without the peer; that the connection is over comes next, and names its descriptor. A
-    client that sees first that its secret does not fit may leave unseen: its connection is then a probe's.
+    client that sees first that the mechanisms differ leaves unseen, as a probe does; `mechanism_of` is seen.
 
     accepted: called with the descriptor of each new connection."""
 
@@ -267,17 +267,23 @@ class Handshakes:
 
 def mechanism_of(address: str) -> str | None:
     """Return how the ZeroMQ socket at this address authenticates its peers, "CURVE" or "NULL", by the first bytes of
-    its greeting (ZMTP 3); None: it sends no such greeting."""
+    its greeting (ZMTP 3); None: it sends no such greeting. The hub notes it as a handshake that it has refused: those
+    of ZeroMQ end unseen where this end was first to see that the mechanisms differ."""
     deadline = time.monotonic() + PROBE_S
     with contextlib.suppress(OSError), socket.create_connection(parse_address(address, "tcp"), PROBE_S) as probe:
         probe.sendall(SIGNATURE)
         greeting = b""
         while len(greeting) < MECHANISM.stop and time.monotonic() < deadline:
-            received = probe.recv(MECHANISM.stop - len(greeting))
-            if not received:
-                return None
+            if not (received := probe.recv(MECHANISM.stop - len(greeting))):
+                break
             greeting += received
-        if len(greeting) < MECHANISM.stop:
+        if len(greeting) < MECHANISM.stop or greeting[:1] != SIGNATURE[:1]:
             return None
-        return greeting[MECHANISM].rstrip(b"\0").decode(errors="replace") if greeting[:1] == SIGNATURE[:1] else None
+        mechanism = greeting[MECHANISM].rstrip(b"\0")
+        with contextlib.suppress(OSError):
+            other = b"CURVE" if mechanism == b"NULL" else b"NULL"
+            probe.sendall(b"\0" + other.ljust(GREETING_BYTES - len(SIGNATURE) - 1, b"\0"))
+            while time.monotonic() < deadline and probe.recv(GREETING_BYTES):
+                pass  # until the hub has closed it: it has noted the refusal by then
+        return mechanism.decode(errors="replace")
     return None
