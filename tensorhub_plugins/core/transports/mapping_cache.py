@@ -34,6 +34,7 @@ class Kept(Generic[Key, Value]):
         self._entries: OrderedDict[Key, tuple[int, Value]] = OrderedDict()  # least recently used first; with its pipe
         self._watcher: threading.Thread | None = None
         self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)  # by a default timeout it would wait
         close_in_children(self._wake_out, self._wake_in)
         self._closed = False
 
@@ -114,6 +115,6 @@ class Kept(Generic[Key, Value]):
                 if self._closed:
                     return
                 with contextlib.suppress(BlockingIOError):
-                    self._wake_out.recv(4096, socket.MSG_DONTWAIT)
+                    self._wake_out.recv(4096)
                 dropped = [self._drop(key) for key, (fd, _) in list(self._entries.items()) if is_over(fd)]
             dropped.clear()

@@ -113,7 +113,16 @@ def test_shm_maps_memory_that_it_meets_again_and_sees_what_is_written_there(monk
     assert len(reader._mappings) == 0
 
 
-def test_shm_lets_go_of_a_mapping_when_its_owner_closes_the_slab():
+@pytest.fixture
+def default_timeout(request):
+    socket.setdefaulttimeout(request.param)
+    yield
+    socket.setdefaulttimeout(None)
+
+
+@pytest.mark.parametrize("default_timeout", [None, 10.0], ids=["", "a default timeout"], indirect=True)
+def test_shm_lets_go_of_a_mapping_when_its_owner_closes_the_slab(default_timeout):
+    """Its watcher waited as long as a default timeout of sockets, with the lock of the next read, and ended then."""
     with contextlib.closing(ShmTransport(map_from=1)) as reader:
         with served(ShmTransport()) as (offer, endpoint):
             inode, owners = inode_of(offer.slab), offer.slab.tensors()
