@@ -27,6 +27,7 @@ from typing import Any
 
 from tensorhub_plugins.core import UsageError, parse_version, version_label
 from tensorhub_plugins.vllm.engine.core_follower import of_all_cores, starts_in
+from tensorhub_plugins.vllm.engine.pooling import answer_name
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.engine.status import Following, lag_of, why_refused
 from tensorhub_plugins.vllm.exposition import figures
@@ -184,6 +185,7 @@ class Admission:
     async def _answer(self, engine: Any, body: _Body | None, scope: Scope, receive: Receive, send: Send) -> None:
         """Have it answered, and say of which versions its tokens are. body: JSON."""
         name = f"{PREFIX}{uuid.uuid4().hex}"
+        answer_name.set(name)
         if body is not None and _path(scope).endswith("/responses"):  # of which vLLM takes the name from no header
             body.put("request_id", f"resp_{name}")
         named = {**scope, "headers": [*scope["headers"], (REQUEST_ID, name.encode())]}

@@ -9,6 +9,7 @@ A request by itself is of one version by what workers forget of it at an install
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,8 @@ PAIRED = ("embed", "token_embed")  # what a model computes where LLM.score compa
 PLUGIN = "plugin"  # the pooling task whose answer a user's own code makes of several
 
 T = TypeVar("T")
+
+answer_name: ContextVar[str] = ContextVar("of the request, under which the engine keeps its versions", default="")
 
 
 def of_one_version(serving: Any, is_ours: Callable[[Any], bool]) -> None:
@@ -136,6 +139,8 @@ async def _while_weights_rest(
     if not is_ours(engine.vllm_config):
         return await compute(0)
     for attempt in range(ATTEMPTS_MAX):
+        if attempt and answer_name.get():
+            await _forget_versions(engine, answer_name.get())
         before = await _epochs(engine)
         computed = await compute(attempt)
         if not is_of_several() or await _epochs(engine) == before:
@@ -155,6 +160,14 @@ async def _epochs(engine: Any) -> list[int]:
     from tensorhub_plugins.vllm.engine.core_follower import of_all_cores
 
     return await of_all_cores(engine.engine_core, "tensorhub_epoch")
+
+
+async def _forget_versions(engine: Any, name: str) -> None:
+    """Have what is computed again under this name be no second request of that name, whose versions are not known."""
+    from tensorhub_plugins.vllm.engine.core_follower import starts_in
+
+    with suppress(Exception):  # of an engine that keeps none
+        await starts_in(engine.engine_core, name, forget=True)
 
 
 def scored_here(scores: Any, is_ours: Callable[[Any], bool]) -> None:

@@ -25,6 +25,7 @@ from recipes.verl_grpo.make_model import make_tokenizer
 from tensorhub_plugins.core import Client, Server, UsageError
 from tensorhub_plugins.vllm.engine import pooling
 from tensorhub_plugins.vllm.engine.caches import Caches, WeightsMove, epoch
+from tensorhub_plugins.vllm.engine.spans import PREFIX, Spans
 from tensorhub_plugins.vllm.worker import progress
 
 TIMEOUT_S = 60.0
@@ -140,12 +141,9 @@ class Serving:
 
 
 def collect(serving: Serving, *, wrapped: bool = True) -> list[int]:
-    class Wrapped(Serving):
-        pass
-
     if wrapped:
-        pooling.of_one_version(Wrapped, lambda config: config == "ours")
-        serving.__class__ = Wrapped
+        serving.__class__ = type("Wrapped", (type(serving),), {})
+        pooling.of_one_version(type(serving), lambda config: config == "ours")
     ctx = SimpleNamespace(engine_inputs=[None] * serving.inputs, final=[])
     asyncio.run(serving._collect_batch(ctx))
     return list(ctx.final)
@@ -159,6 +157,32 @@ def test_an_answer_of_several_requests_is_of_one_version() -> None:
     assert (collect(serving), serving.prepared) == ([0, 0], 1)
     serving = Serving(1, inputs=1)
     assert (collect(serving), serving.prepared) == ([0], 1)  # a request is of one version by itself
+
+
+class Labelled(Serving):
+    """Keeps the versions of its requests, as an engine core does under their names."""
+
+    spans, name = Spans(), f"{PREFIX}{7:032x}"
+
+    async def call_utility_async(self, method: str, *given: Any) -> Any:
+        if method == "tensorhub_starts":
+            return self.spans.pop(given[0])
+        return await super().call_utility_async(method)
+
+    async def _collect_batch(self, ctx: Any) -> None:
+        for place in range(self.inputs):
+            self.spans.added(f"embd-{self.name}-{place}-{self.prepared:08x}")
+        await super()._collect_batch(ctx)
+        self.spans.switched(epoch(self.core), {})
+
+
+def test_an_answer_that_is_computed_again_has_its_versions() -> None:
+    """One of seven scores had none while versions came: the engine took the requests of each try for strangers."""
+    for name, known in ((Labelled.name, [(1, 0)]), ("", [])):  # the second: the control
+        Labelled.spans = Spans()
+        pooling.answer_name.set(name)
+        assert collect(Labelled(1)) == [1, 1]
+        assert Labelled.spans.pop(Labelled.name) == [((place, 0), known) for place in (0, 1)]
 
 
 WAYS = ["beam search", "generative scoring"]
