@@ -25,7 +25,7 @@ CEILINGS = {
     "core/transports": 7_123,
     "openrlhf": 2_760,
     "verl": 4_266,
-    "vllm": 7_953,
+    "vllm": 7_954,
     "vllm/doctor": 800,
     "vllm/ray/fleet": 1_730,
     "vllm/worker": 5_934,

@@ -12,7 +12,7 @@ transfer backend `tensorhub`, or with an owner (verl, OpenRLHF).
                                         holds inputs, and the API server's half of it would not be told.
     Weights and labels change as one    vLLM's weight_version is the workers' after each of those, or "none".
     Broken weights are not used         What fails half way pauses the engine; resume fails, it stays paused and alive:
-                                        update again.
+                                        update again. In the process of its caller each step raises until then.
     "follow"                            The engine switches to every new version by itself, and back to a pinned one,
                                         see follower.py. It tells which version each token came from (spans.py).
                                         One that has an owner does so when that says how (ray/owned.py).
@@ -127,10 +127,11 @@ def _as_one(core: Any, caches: Caches, original: Any, method: Any, *args: Any, *
                 after = settled()
                 if after != before:
                     core.tensorhub_label(after or 0)
-                if _is_broken(core):  # the next step would end this process, also one for what a pause waits for
+                if _is_broken(core):
                     caches.is_stale = True
                     caches.why_stale()
-                    _stand_still(core)
+                    if hasattr(core, "input_queue"):  # its next step would end this process; else its caller hears why
+                        _stand_still(core)
             raise
         after = settled()
         if after != before or not after:  # else it may be a text of another owner

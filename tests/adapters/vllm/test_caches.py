@@ -25,6 +25,8 @@ def request(status: str, *, computed: int = 0, resumable: bool = False, name: st
 class EngineCore:
     """As vLLM's, as far as weights, caches and pauses go."""
 
+    input_queue: Any = None  # it has one, in a process of its own
+
     def __init__(self) -> None:
         self.log: list[str] = []
         self.version: int | None = 3  # of the workers
@@ -171,6 +173,18 @@ def test_what_fails_half_way_leaves_the_engine_standing(core: Any, method: str) 
     core.fails.clear()
     core.collective_rpc(method)
     assert core.label == ("4" if method == "update_weights" else "none" if method == "reload_weights" else "3")
+
+
+def test_an_engine_in_the_process_of_its_caller_says_why_it_answers_nothing(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still, and `LLM.generate` made empty steps for ever: who could resume it waited for that."""
+    core.fails.add("reload_weights")
+    core.breaks = True
+    monkeypatch.delattr(EngineCore, "input_queue")
+    with pytest.raises(RuntimeError, match="reload_weights failed"):
+        core.collective_rpc("reload_weights")
+    assert (core.paused, core.label, core.log[-1]) == (False, "none", "forget")
 
 
 @pytest.mark.parametrize("method", [print, "_reset_weights", "start_weight_update"])
