@@ -84,14 +84,11 @@ class Answering(Stock):
         own = partial_answers.of_sample()
         beside = "" if own is None else partial_answers.beside(sampling_params, multi_modal_data)
         before = None if own is None else own.find(prompt_token_ids, beside)
-        rest = None if before is None or before.is_whole else partial_answers.rest_of(sampling_params, before)
-        if before is not None and rest is None:
-            assert own is not None
+        if before is not None and before.is_whole:
             self.executor.came_from(*before.versions)
-            if not before.is_whole:
-                own.note(replace(before, is_whole=True), before)
             return before.answer
-        if before is None:
+        rest = None if before is None else partial_answers.rest_of(sampling_params, before)
+        if before is None or rest is None:
             call = replace(await self._ask(prompt_token_ids, sampling_params, multi_modal_data), beside=beside)
         else:
             self.executor.came_from(*before.versions)

@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from tensorhub_plugins.core import TensorHubError
+
+# Of vLLM's sampling parameters: what looks at all tokens of an answer, and would begin again with the rest of one.
+OF_WHOLE_ANSWERS = (
+    *("structured_outputs", "bad_words", "presence_penalty", "frequency_penalty"),
+    *("thinking_token_budget", "repetition_detection"),
+)
 
 
 @dataclass
@@ -36,12 +44,20 @@ class Call:
     @property
     def answer(self) -> Any:
         """Return what an agent reads of vLLM's RequestOutput."""
-        return SimpleNamespace(**{**self.told, "outputs": [self.output]})
+        return _own(SimpleNamespace(**{**self.told, "outputs": [_own(self.output)]}))
+
+
+def _own(given: Any) -> Any:
+    """Return a copy whose lists an agent may change: what is noted stays as it was."""
+    own = copy(given)
+    vars(own).update({name: copy(value) for name, value in vars(given).items()})
+    return own
 
 
 def beside(params: Any, images: Any) -> str:
     """Return what tells a question from others with the same prompt: images, above all, are the same tokens there."""
-    return hashlib.sha256(pickle.dumps((repr(params), images))).hexdigest()
+    how = repr(msgspec.to_builtins(params, enc_hook=repr))  # vLLM's own text leaves out some of them
+    return hashlib.sha256(pickle.dumps((how, images))).hexdigest()
 
 
 @dataclass
@@ -184,9 +200,13 @@ def of_sample() -> Journal | None:
 
 
 def rest_of(params: Any, call: Call) -> Any | None:
-    """Return vLLM's sampling parameters for what is missing; None: nothing is. PURE."""
-    done = len(call.output.token_ids)
-    if params.max_tokens is not None and params.max_tokens <= done:
+    """Return vLLM's sampling parameters for what is missing; None: an answer to these would be another one than one
+    that was not broken off. PURE."""
+    done, stop = len(call.output.token_ids), getattr(params, "stop", None) or ()
+    stops = [stop] if isinstance(stop, str) else stop
+    is_in_one = any(call.output.text.endswith(each[:end]) for each in stops for end in range(1, len(each)))
+    is_drawn = getattr(params, "seed", None) is not None  # with the numbers of the beginning again
+    if is_in_one or is_drawn or any(getattr(params, name, None) for name in OF_WHOLE_ANSWERS):
         return None
     rest = deepcopy(params)
     rest.min_tokens = max(0, (params.min_tokens or 0) - done)

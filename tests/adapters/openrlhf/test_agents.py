@@ -183,3 +183,35 @@ async def test_an_ended_sample_remembers_no_more_questions() -> None:
         await ask(one)
     kept = [value for value in agent.context.values() if hasattr(value, "calls")]
     assert [len(journal.calls) for journal in kept] == [1]
+
+
+class WithAStop(Agent):
+    async def ask(self, llm_engine: Any) -> Any:
+        params = SimpleNamespace(max_tokens=6, min_tokens=0, stop=["</s>"])
+        answer = await llm_engine.generate([1, 2], params)
+        answer.outputs[0].token_ids.append(99)  # what its environment says
+        return answer
+
+
+@pytest.mark.parametrize(("text", "expected"), [("a", [15, 17, 18, 99]), ("a</", [17, 18, 99])])
+async def test_an_answer_that_ended_in_a_stop_string_is_asked_anew(text: str, expected: list[int]) -> None:
+    """Of what was asked anew the next engine that leaves has one answer, as ever."""
+
+    class Speaks(LLM):
+        async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+            async for answer in super().generate(prompt, params, request_id):
+                answer.outputs[0].text = text
+                yield answer
+
+    leaver = make_engine(WithAStop(), is_partial=True, llm=Speaks())
+    answer = ask(leaver)
+    await until_asked(leaver, 1)
+    await leaver.tensorhub_give_back()
+    journals = pickle.loads(pickle.dumps((await answer).journals))
+    for _ in range(2):  # the second one finds it whole
+        other = make_engine(WithAStop(), is_partial=True, llm=LLM())
+        other.llm.answers.set()
+        (sample,) = await ask(other, journals=journals)
+        assert sample["tokens"] == [expected]
+        assert [len(journal.calls) for journal in journals] == [1]
+        journals = pickle.loads(pickle.dumps(journals))

@@ -85,15 +85,59 @@ def test_another_image_or_another_way_to_sample_is_another_question(params: str,
     assert moved(journal).find([1], beside(params, {"image": [images]})) is None
 
 
+@pytest.mark.parametrize("name", ["allowed_token_ids", "logit_bias"])
+def test_all_ways_to_sample_tell_questions_apart(name: str) -> None:
+    """Those that vLLM's own text of its parameters leaves out, as of an agent that scores each of its choices."""
+    sampling = pytest.importorskip("vllm.sampling_params")
+    asked = [
+        sampling.SamplingParams(**{name: {token: 1.0} if name == "logit_bias" else [token]}) for token in (1, 1, 2)
+    ]
+    first, same, other = (beside(params, None) for params in asked)
+    assert first == same != other
+
+
+def test_what_an_agent_does_to_its_answer_is_not_in_the_journal() -> None:
+    """As one that puts what its environment says at the end of the tokens: that came twice from the next engine."""
+    journal = Journal()
+    journal.note(Call((1,), output(2, 3), (4, 4), is_whole=True, told={"prompt_token_ids": [1]}))
+    for _ in range(2):
+        found = moved(journal).find([1])
+        assert found is not None
+        (answered,) = found.answer.outputs
+        assert (answered.token_ids, len(answered.logprobs), found.answer.prompt_token_ids) == ([2, 3], 2, [1])
+        answered.token_ids += [9]
+        answered.logprobs.append({})
+        found.answer.prompt_token_ids.append(9)
+        journal = moved(Journal([found]))
+
+
 @pytest.mark.parametrize(
-    ("maximum", "minimum", "expected"), [(5, 1, (3, 0)), (5, 4, (3, 2)), (None, 0, (None, 0)), (2, 0, None)]
+    ("text", "params", "expected"),
+    [
+        ("so </sea", {"stop": ["\n\n", "</search>"]}, False),
+        ("so </search", {"stop": "</search>"}, False),
+        ("so </sea of", {"stop": ["</search>"]}, True),
+        ("1", {"structured_outputs": {"regex": "[0-9]{4}"}}, False),
+        ("1", {"presence_penalty": 0.5}, False),
+        ("1", {"seed": 0}, False),
+        ("1", {"presence_penalty": 0.0, "stop": None}, True),
+        ("1", {}, True),
+    ],
 )
-def test_what_is_missing_is_asked_for(
-    maximum: int | None, minimum: int, expected: tuple[int | None, int] | None
+def test_what_depends_on_the_whole_answer_is_not_continued(
+    text: str, params: dict[str, object], expected: bool
 ) -> None:
+    """The rest of it alone never ended at a stop string that had begun; grammar and random numbers began anew."""
+    call = Call((1,), output(2, text=text), (0,), is_whole=False)
+    rest = rest_of(SimpleNamespace(max_tokens=9, min_tokens=0, **params), call)
+    assert (rest is not None) is expected
+
+
+@pytest.mark.parametrize(("maximum", "minimum", "expected"), [(5, 1, (3, 0)), (5, 4, (3, 2)), (None, 0, (None, 0))])
+def test_what_is_missing_is_asked_for(maximum: int | None, minimum: int, expected: tuple[int | None, int]) -> None:
     params = SimpleNamespace(max_tokens=maximum, min_tokens=minimum, temperature=0.5)
     rest = rest_of(params, Call((1,), output(2, 3), (0, 0), False))
-    assert (None if rest is None else (rest.max_tokens, rest.min_tokens)) == expected
+    assert rest is not None and (rest.max_tokens, rest.min_tokens) == expected
     assert (params.max_tokens, params.min_tokens) == (maximum, minimum)
 
 
