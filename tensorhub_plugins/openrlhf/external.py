@@ -108,6 +108,8 @@ class ExternalEngine(external.External):
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """Answer an agent with what it reads of vLLM's RequestOutput."""
+        if multi_modal_data:
+            raise self.broken_off.note(ServerLost(f"{self.url} cannot be given images", peer=self.url))
         return await self.broken_off.in_own_loop(self._answer(prompt_token_ids, sampling_params))
 
     async def _answer(self, prompt_token_ids: Any, sampling_params: Any) -> Any:

@@ -16,14 +16,14 @@ from typing import Any
 import ray
 from openrlhf.trainer.ppo_utils import samples_generator
 
-from tensorhub_plugins.core import VersionRefused, record
+from tensorhub_plugins.core import VersionRefused, record, step_of
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.health import LOST, Engines
 from tensorhub_plugins.openrlhf.prompt_queue import Work
 from tensorhub_plugins.openrlhf.routing import Router
 from tensorhub_plugins.openrlhf.targets import Target
-from tensorhub_plugins.openrlhf.versions import with_logs
+from tensorhub_plugins.openrlhf.versions import FIRST, LAST, with_logs
 from tensorhub_plugins.vllm.ray.config import connect
 from tensorhub_plugins.vllm.ray.members import Member
 from tensorhub_plugins.vllm.ray.reporting import Reporter
@@ -120,7 +120,9 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         while self.router.work:
             self.router.hand_out()
             for responses in self.router.answers():
-                logs = self._figures()  # samples are the only way to the trainer's log, in async training
+                newest = step_of(max(self.target.published, self.target.newest))  # that of a sample without tokens
+                # Samples are the only way to the trainer's log, in async training. OpenRLHF wants all to say the same.
+                logs = {FIRST: newest, LAST: newest, **self._figures()}
                 samples = [with_logs(response, logs) for response in responses]
                 experiences = [self._process_response_into_experience(sample, **kwargs) for sample in samples]
                 if dynamic_filtering and not self._is_informative(experiences):

@@ -56,8 +56,8 @@ class Versioned:
 
 
 def with_logs(response: dict[str, Any], logs: Mapping[str, float]) -> dict[str, Any]:
-    """Return the same sample, which says this, too."""
-    return {**response, "extra_logs": {**(response.get("extra_logs") or {}), **logs}}
+    """Return the same sample, which says this, too, as far as it says nothing else."""
+    return {**response, "extra_logs": {**logs, **(response.get("extra_logs") or {})}}
 
 
 def figures_of(samples: Any) -> dict[str, float]:

@@ -15,7 +15,8 @@ import pytest
 
 pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
 
-from openrlhf_fakes import FakeLLM, make_engine  # noqa: E402
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch  # noqa: E402
+from openrlhf_fakes import FakeEngine, FakeHub, FakeLLM, make, make_engine, play_ray  # noqa: E402
 
 from tensorhub_plugins.openrlhf.partial_answers import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST  # noqa: E402
@@ -215,3 +216,19 @@ async def test_an_answer_that_ended_in_a_stop_string_is_asked_anew(text: str, ex
         assert sample["tokens"] == [expected]
         assert [len(journal.calls) for journal in journals] == [1]
         journals = pickle.loads(pickle.dumps(journals))
+
+
+def test_a_sample_without_tokens_says_what_the_others_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an agent whose environment has failed: OpenRLHF ended with KeyError, or in the size of a batch."""
+    play_ray(monkeypatch)
+    monkeypatch.setattr(FakeHub, "visible", 4)
+    engine = FakeEngine(version=3)
+    answer = engine.do_generate_responses
+    told = {FIRST: 3, LAST: 3}
+    engine.do_generate_responses = lambda **asked: [  # type: ignore[method-assign]
+        {**sample, "extra_logs": logs} for sample, logs in zip(answer(**asked), ({}, told), strict=True)
+    ]
+    samples, *_ = make([engine]).generate_samples()
+    assert [(int(one.info[FIRST]), int(one.info[LAST])) for one in samples[:2]] == [(4, 4), (3, 3)]
+    items = split_experience_batch(Experience.concat_experiences(samples, 0))
+    assert [int(each) for each in make_experience_batch(items).info[FIRST]] == 6 * [4, 3]

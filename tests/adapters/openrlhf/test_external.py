@@ -97,6 +97,10 @@ def test_partial_rollout_tells_the_versions_of_every_sample(hub: Server, asked: 
         await engine.tensorhub_release()
         with pytest.raises(UsageError, match="cannot be given images"):
             await engine.generate_responses(**asked, images=[object()])
+        fake.asked = []
+        with pytest.raises(ServerLost, match="cannot be given images"):  # of an agent: they were left out
+            await engine.generate([1], asked["sampling_params"], {"image": [object()]})
+        assert not fake.asked
 
     play(hub, story, partial=True)
 
