@@ -9,12 +9,15 @@ they are not.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 from openrlhf.trainer.ray import vllm_engine
+from vllm import CompletionOutput, RequestOutput
+from vllm.logprobs import Logprob
+from vllm.v1.engine.detokenizer import check_stop_strings
 
 from tensorhub_plugins.core import Deadline, UsageError, VersionRefused
 from tensorhub_plugins.core.log import get_logger
@@ -38,16 +41,20 @@ def as_json(params: Any) -> dict[str, Any]:
     return {**found, "max_tokens": params.max_tokens, "logprobs": params.logprobs}
 
 
-def text_of(answer: Answer, params: Any, tokenizer: Any) -> str:
-    """Return the text as vLLM's detokenizer does: without the token that ended it, and up to a stop string."""
-    tokens, keep = list(answer.token_ids), bool(getattr(params, "include_stop_str_in_output", False))
+def ending_of(answer: Answer, params: Any, tokenizer: Any) -> tuple[str, int | str | None]:
+    """Return the text as vLLM's detokenizer does, without the token that ended it, and up to a stop string; and which
+    of these it was, if it is one of the parameters'."""
+    tokens, keep = list(answer.token_ids), bool(params.include_stop_str_in_output)
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
     decode = {"skip_special_tokens": bool(params.skip_special_tokens)}
     whole: str = tokenizer.decode(tokens, **decode)
-    if answer.finish_reason != "stop" or keep:
-        return whole
-    found = [at for at in (whole.find(stop) for stop in stops) if at >= 0]
-    return whole[: min(found)] if found else str(tokenizer.decode(tokens[:-1], **decode))
+    if answer.finish_reason != "stop":
+        return whole, None
+    if (found := check_stop_strings(whole, len(whole), stops, keep)) is not None:
+        stop, end = found
+        return whole if end < 0 else whole[:end], stop
+    reasons = [token for token in tokens[-1:] if token in (params.stop_token_ids or ())]
+    return whole if keep else str(tokenizer.decode(tokens[:-1], **decode)), reasons[0] if reasons else None
 
 
 class ExternalEngine(external.External):
@@ -121,14 +128,17 @@ class ExternalEngine(external.External):
         self.executor.came_from(*(version for version, _ in answer.spans))
         if answer.finish_reason == "abort":  # OpenRLHF would take half an answer for a whole one
             raise self.broken_off.note(ServerLost(f"{self.url} was told to give its requests back", peer=self.url))
-        output = SimpleNamespace(
+        text, reason = ending_of(answer, sampling_params, self._tokenizer)
+        output = CompletionOutput(
             index=0,
-            text=text_of(answer, sampling_params, self._tokenizer),
+            text=text,
             token_ids=answer.token_ids,
-            finish_reason=answer.finish_reason,
+            cumulative_logprob=None if answer.log_probs is None else sum(answer.log_probs),
             logprobs=None if answer.log_probs is None else _as_vllm(answer),
+            finish_reason=answer.finish_reason,
+            stop_reason=reason,
         )
-        return SimpleNamespace(prompt_token_ids=list(prompt_token_ids), outputs=[output], finished=True)
+        return RequestOutput(uuid.uuid4().hex, None, list(prompt_token_ids), None, [output], finished=True)
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.running())
@@ -161,4 +171,4 @@ def is_of_one_version(responses: list[dict[str, Any]]) -> bool:
 def _as_vllm(answer: Answer) -> list[dict[int, Any]]:
     assert answer.log_probs is not None
     pairs = zip(answer.token_ids, answer.log_probs, strict=True)
-    return [{token: SimpleNamespace(logprob=logprob, rank=None, decoded_token=None)} for token, logprob in pairs]
+    return [{token: Logprob(logprob)} for token, logprob in pairs]

@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("openrlhf")
 
-from vllm import SamplingParams
+from vllm import RequestOutput, SamplingParams
 from vllm_http import FACTS, Fake, answering, status
 
 from tensorhub_plugins.core import Client, Server, UsageError, VersionRefused
 from tensorhub_plugins.openrlhf.config import Options
-from tensorhub_plugins.openrlhf.external import ExternalEngine, as_json, is_of_one_version, text_of
+from tensorhub_plugins.openrlhf.external import ExternalEngine, as_json, ending_of, is_of_one_version
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned
 from tensorhub_plugins.vllm.ray import external as neutral
 from tensorhub_plugins.vllm.ray.external import Answer, Expected, ServerLost
@@ -39,11 +39,14 @@ def test_parameters_and_text_are_as_vllm_has_them() -> None:
     assert (given["temperature"], given["max_tokens"], given["logprobs"]) == (0.5, 9, 1)
     assert not any(name.startswith("_") for name in given) and "output_kind" not in given
 
-    def text(finish: str, **options: Any) -> str:
-        return text_of(Answer([0, 1, 2, 3], None, finish, ((1, 4),)), SamplingParams(**options), Tokenizer())
+    def ending(finish: str, **options: Any) -> Any:
+        return ending_of(Answer([0, 1, 2, 3], None, finish, ((1, 4),)), SamplingParams(**options), Tokenizer())
 
-    assert text("length") == "abcd" and text("stop") == "abc"  # the token that ends it is no text
-    assert text("stop", include_stop_str_in_output=True) == "abcd" and text("stop", stop=["bc"]) == "a"
+    assert ending("length") == ("abcd", None) and ending("stop") == ("abc", None)  # the token that ends it is no text
+    assert ending("stop", stop_token_ids=[3]) == ("abc", 3)
+    assert ending("stop", include_stop_str_in_output=True) == ("abcd", None)
+    assert ending("stop", stop=["bc", "cd"]) == ("a", "bc")
+    assert ending("stop", stop="bc", include_stop_str_in_output=True) == ("abc", "bc")
 
 
 def test_samples_of_one_version() -> None:
@@ -150,6 +153,8 @@ def test_an_agent_may_ask_from_a_thread_of_its_own(hub: Server, asked: dict[str,
                 return asyncio.run(llm_engine.generate([1], sampling_params))
 
             answer = await asyncio.get_running_loop().run_in_executor(None, serve)
+            assert isinstance(answer, RequestOutput)  # with all that an engine's answer says
+            assert answer.outputs[0].cumulative_logprob == -6.0 and answer.outputs[0].stop_reason is None
             return {"tokens": answer.outputs[0].token_ids, "text": answer.outputs[0].text}
 
     async def story(fake: Fake, engine: ExternalEngine) -> None:
