@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from operator import attrgetter
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import msgspec
 
@@ -87,7 +87,7 @@ def parse(backend: str) -> Options:
         raise UsageError(f"{FLAG} {backend!r}: {error}; write {example}") from error
     if parts.netloc and not (host and port):
         raise UsageError(f"{FLAG} {backend!r} lacks a host or a port: write {example}, as `tensorhub server` prints it")
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    query = dict(parse_qsl(parts.query.replace("+", "%2B"), keep_blank_values=True))  # run=reinforce++ is meant so
     # The hub is written as an address, never as an option; where a node is, its environment says.
     given = options.convert(query, Options, where=f"{FLAG} {backend!r}", hidden=("hub", "location"))
     if parts.netloc:
@@ -121,7 +121,7 @@ def to_flag(given: Options) -> str:
         if name != "hub" and value != getattr(default, name)
     }
     address = (given.hub or "").removeprefix("tcp://")
-    return f"{NAME}:{'//' + address if address else ''}{'?' + urlencode(query) if query else ''}"
+    return f"{NAME}:{'//' + address if address else ''}{'?' + urlencode(query, quote_via=quote) if query else ''}"
 
 
 def check_versions(given: Options, *, openrlhf: str, vllm: str) -> None:

@@ -37,6 +37,7 @@ def test_whose_flag_it_is(backend: str, ours: bool) -> None:
         ("tensorhub://[::1]:7070", config.Options(hub="tcp://[::1]:7070")),
         ("tensorhub:?keep=3&verify=1", config.Options(keep=3, verify=True)),
         ("tensorhub://h:1?install=direct&run=r", config.Options(hub="tcp://h:1", install="direct", run="r")),
+        ("tensorhub:?run=reinforce++ a%2Bb", config.Options(run="reinforce++ a+b")),  # no form that a browser sends
     ],
 )
 def test_options(backend: str, expected: config.Options) -> None:
