@@ -7,9 +7,10 @@ tokens there are, and another one goes on from there (partial_answers.py).
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from tensorhub_plugins.core import TensorHubError, run_log
 from tensorhub_plugins.openrlhf import partial_answers
-from tensorhub_plugins.openrlhf.partial_answers import BrokenOff, Call, GivenBack, Journal, Journals, Leaving
+from tensorhub_plugins.openrlhf.partial_answers import Call, GivenBack, Journal, Leaving
+from tensorhub_plugins.openrlhf.samples import Samples, asking, whole
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.ray.health import EngineLost
 from tensorhub_plugins.vllm.ray.owned import OwnedEngine
@@ -34,7 +36,7 @@ class Answering(Stock):
 
     executor: Any
     owned: OwnedEngine
-    broken_off: BrokenOff
+    samples: Samples
     worker: str
     is_leaving: bool
     is_partial: bool  # requests outlive an update
@@ -53,20 +55,19 @@ class Answering(Stock):
             return GivenBack(journals)
         if why := self._why_not():
             raise EngineLost(why)
-        kept = Journals(journals, num_samples) if self.is_partial else None
         async with self.owned.answering(min_version):
-            with self.broken_off.of_prompt() as errors:
-                return await self._samples(kept, errors, num_samples, **kwargs)
+            return await self._samples(journals, num_samples, **kwargs)
 
     async def _samples(
-        self, kept: Journals | None, errors: list[TensorHubError], count: int, **kwargs: Any
+        self, given: list[Journal] | None, count: int, **kwargs: Any
     ) -> list[dict[str, Any]] | GivenBack:
-        """Return the samples, or what there is of them. kept: where that is noted for the engine that may go on;
-        errors: of what the agent has asked."""
-        partial_answers.of_prompt.set(kept)
-        making = (self.executor.execute(llm_engine=self, **kwargs) for _ in range(count))
-        tasks = [partial_answers.begin_sample(each, errors) for each in making]
-        if (samples := await partial_answers.whole_samples(tasks, errors)) is not None:
+        """Return the samples, or what there is of them for the engine that may go on. given: as `journals`."""
+        kept = (given or [Journal() for _ in range(count)]) if self.is_partial else None
+        errors: list[TensorHubError] = []
+        make = functools.partial(self.executor.execute, llm_engine=self, **kwargs)
+        each: Sequence[Journal | None] = kept or [None] * count
+        tasks = [self.samples.begin(make, errors, journal) for journal in each]
+        if (samples := await whole(tasks, errors)) is not None:
             return samples
         for error in errors:
             if not isinstance(error, Leaving):
@@ -74,38 +75,39 @@ class Answering(Stock):
         _, late = await asyncio.wait(tasks, timeout=LEAVING_TIMEOUT_S)
         for task in late:
             task.cancel()
-        return GivenBack(None if kept is None else kept.all)
+        return GivenBack(kept)
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         asked = self._answer(prompt_token_ids, sampling_params, multi_modal_data)
-        return await self.broken_off.in_own_loop(asked)
+        return await self.samples.in_own_loop(asked)
 
     async def _answer(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any) -> Any:
-        own = partial_answers.of_sample()
+        sample = asking()
+        own = None if sample is None else sample.journal
         beside = "" if own is None else partial_answers.beside(sampling_params, multi_modal_data)
         before = None if own is None else own.find(prompt_token_ids, beside)
         if before is not None and before.is_whole:
-            self.executor.came_from(*before.versions)
+            self.samples.came_from(*before.versions)
             return before.answer
         rest = None if before is None else partial_answers.rest_of(sampling_params, before)
         if before is None or rest is None:
             call = replace(await self._ask(prompt_token_ids, sampling_params, multi_modal_data), beside=beside)
         else:
-            self.executor.came_from(*before.versions)
+            self.samples.came_from(*before.versions)
             more = await self._ask([*prompt_token_ids, *before.output.token_ids], rest, multi_modal_data)
             output, versions = partial_answers.joined(before, more.output), (*before.versions, *more.versions)
             call = replace(before, output=output, versions=versions, is_whole=more.is_whole)
         if own is not None:
             own.note(call, before)
         if not call.is_whole:
-            raise self.broken_off.note(Leaving(f"{self.worker} has to leave"))
+            raise self.samples.note(Leaving(f"{self.worker} has to leave"))
         return call.answer
 
     async def _ask(self, prompt: Any, params: Any, multi_modal_data: Any) -> Call:
         """Return one answer of vLLM. One that was broken off has the tokens up to then."""
         started = time.monotonic()
         if self.is_leaving:
-            raise self.broken_off.note(Leaving(f"{self.worker} has to leave"))
+            raise self.samples.note(Leaving(f"{self.worker} has to leave"))
         try:
             answer = await Stock.generate(self, prompt, params, multi_modal_data)
             (output,) = answer.outputs
@@ -113,12 +115,12 @@ class Answering(Stock):
         except EngineDeadError as error:
             run_log.record_request(self.worker, started, "error")
             self.owned.lifeline.die(error)
-            raise self.broken_off.note(EngineLost(f"{self.worker}: {error}")) from error
+            raise self.samples.note(EngineLost(f"{self.worker}: {error}")) from error
         if not spans and output.token_ids:
-            raise self.broken_off.note(EngineLost(f"{self.worker} cannot tell the version of an answer"))
+            raise self.samples.note(EngineLost(f"{self.worker} cannot tell the version of an answer"))
         versions = tuple(version for version, _ in spans) or (self.owned.status.version,)
         is_whole = not (self.is_leaving and output.finish_reason == "abort")
-        self.executor.came_from(*versions)
+        self.samples.came_from(*versions)
         outcome = str(output.finish_reason) if is_whole else "given back"
         run_log.record_request(self.worker, started, outcome, versions, len(output.token_ids))
         told = {name: value for name, value in vars(answer).items() if name != "outputs"}

@@ -13,8 +13,7 @@ from typing import Any
 
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.answering import Answering, Stock, named
-from tensorhub_plugins.openrlhf.partial_answers import BrokenOff
-from tensorhub_plugins.openrlhf.versions import Versioned
+from tensorhub_plugins.openrlhf.samples import Samples
 from tensorhub_plugins.vllm.config import FollowConfig
 from tensorhub_plugins.vllm.engine import compiled
 from tensorhub_plugins.vllm.lora import engine_arguments, for_adapter
@@ -55,9 +54,8 @@ class TensorHubEngine(Answering):
             self.llm.generate = for_adapter(self.llm.generate, self.options.model, lambda: self.owned.has_version)
         self.llm.generate = named(self.llm.generate)
         self.worker = f"{name}/0"
-        self.executor = Versioned(self.executor)
         self.owned = OwnedEngine(self.llm, self.worker)
-        self.is_leaving, self.is_partial, self.broken_off = False, tensorhub["partial"], BrokenOff()
+        self.is_leaving, self.is_partial, self.samples = False, tensorhub["partial"], Samples()
         how = FollowConfig(
             worker=self.worker,
             timeout_s=self.options.timeout_s,

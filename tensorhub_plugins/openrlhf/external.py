@@ -9,6 +9,7 @@ they are not.
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -19,11 +20,11 @@ from vllm import CompletionOutput, RequestOutput
 from vllm.logprobs import Logprob
 from vllm.v1.engine.detokenizer import check_stop_strings
 
-from tensorhub_plugins.core import Deadline, UsageError, VersionRefused
+from tensorhub_plugins.core import Deadline, TensorHubError, UsageError, VersionRefused
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
-from tensorhub_plugins.openrlhf.partial_answers import BrokenOff, begin_sample, whole_samples
-from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned
+from tensorhub_plugins.openrlhf.samples import Samples, whole
+from tensorhub_plugins.openrlhf.versions import FIRST, LAST
 from tensorhub_plugins.vllm.ray import external
 from tensorhub_plugins.vllm.ray.external import Answer, Expected, ServerLost
 
@@ -72,10 +73,10 @@ class ExternalEngine(external.External):
         remote_rm_url: Any = None,
     ) -> None:
         super().__init__(name, url, options, expected, timeout_s=options.engine_timeout_s)
-        self._need_s, self._is_partial, self.broken_off = options.timeout_s, partial, BrokenOff()
+        self._need_s, self._is_partial, self.samples = options.timeout_s, partial, Samples()
         load = vllm_engine._load_agent_executor
         make = vllm_engine.SingleTurnAgentExecutor
-        self.executor = Versioned(load(agent_func_path) if agent_func_path else make(remote_rm_url))
+        self.executor = load(agent_func_path) if agent_func_path else make(remote_rm_url)
 
     # --- what OpenRLHF asks for ---------------------------------------------------------------------------------------
 
@@ -107,27 +108,28 @@ class ExternalEngine(external.External):
 
     async def _samples(self, count: int, **given: Any) -> list[dict[str, Any]]:
         """Return the samples. Raise ServerLost where the server has lost one, whatever the agent makes of that."""
-        with self.broken_off.of_prompt() as errors:
-            samples = [begin_sample(self.executor.execute(**given, llm_engine=self), errors) for _ in range(count)]
-            if (responses := await whole_samples(samples, errors)) is None:
-                raise errors[0]
-            return responses
+        errors: list[TensorHubError] = []
+        make = functools.partial(self.executor.execute, llm_engine=self, **given)
+        samples = [self.samples.begin(make, errors) for _ in range(count)]
+        if (responses := await whole(samples, errors)) is None:
+            raise errors[0]
+        return responses
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """Answer an agent with what it reads of vLLM's RequestOutput."""
         if multi_modal_data:
-            raise self.broken_off.note(ServerLost(f"{self.url} cannot be given images", peer=self.url))
-        return await self.broken_off.in_own_loop(self._answer(prompt_token_ids, sampling_params))
+            raise self.samples.note(ServerLost(f"{self.url} cannot be given images", peer=self.url))
+        return await self.samples.in_own_loop(self._answer(prompt_token_ids, sampling_params))
 
     async def _answer(self, prompt_token_ids: Any, sampling_params: Any) -> Any:
         try:
             answer = await self.ask(prompt_token_ids, as_json(sampling_params))
         except ServerLost as error:
-            self.broken_off.note(error)
+            self.samples.note(error)
             raise
-        self.executor.came_from(*(version for version, _ in answer.spans))
+        self.samples.came_from(*(version for version, _ in answer.spans))
         if answer.finish_reason == "abort":  # OpenRLHF would take half an answer for a whole one
-            raise self.broken_off.note(ServerLost(f"{self.url} was told to give its requests back", peer=self.url))
+            raise self.samples.note(ServerLost(f"{self.url} was told to give its requests back", peer=self.url))
         text, reason = ending_of(answer, sampling_params, self._tokenizer)
         output = CompletionOutput(
             index=0,

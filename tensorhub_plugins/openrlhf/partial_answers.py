@@ -8,12 +8,9 @@ off, is continued. From the first question that differs (an environment with cha
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import contextvars
 import hashlib
 import pickle
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -110,93 +107,6 @@ class GivenBack:
 
 class Leaving(TensorHubError):
     """Inside an engine: this request was broken off because the engine has to leave."""
-
-
-class BrokenOff:
-    """The questions that an engine could not answer, of each prompt that it has. An agent may make an answer or an
-    error of its own of one, which is neither a sample nor the end of the run."""
-
-    def __init__(self) -> None:
-        self._prompts: list[list[TensorHubError]] = []
-        self._loop: asyncio.AbstractEventLoop | None = None  # the actor's
-
-    @contextlib.contextmanager
-    def of_prompt(self) -> Iterator[list[TensorHubError]]:
-        """Yield what is noted while this prompt is answered."""
-        noted: list[TensorHubError] = []
-        self._loop = asyncio.get_running_loop()
-        self._prompts.append(noted)
-        try:
-            yield noted
-        finally:
-            self._prompts = [each for each in self._prompts if each is not noted]
-
-    async def in_own_loop(self, question: Coroutine[Any, Any, Any]) -> Any:
-        """Return what this question is answered, in the actor's own loop: the sockets to vLLM are of one thread, and an
-        agent may ask from another one, as OpenRLHF's example of a server in the engine's actor."""
-        loop = self._loop
-        if loop is None or loop is asyncio.get_running_loop():
-            return await question
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(question, loop))
-
-    def note(self, error: TensorHubError) -> TensorHubError:
-        """Note this for the prompt of the sample that this task makes, or is begun by, and return it. The sample may go
-        on when its prompt is asked elsewhere already. For all prompts where it has ended, or there is none: an agent
-        may have a task, or a server in the place of the engine, that an earlier sample has begun."""
-        noted, sample = _of_sample.get(([], None))
-        for each in self._prompts if sample is None or sample.done() else [noted]:
-            each.append(error)
-        return error
-
-
-def begin_sample(making: Coroutine[Any, Any, dict[str, Any]], errors: list[TensorHubError]) -> asyncio.Task[Any]:
-    """Return the task that makes this sample of a prompt. errors: that prompt's, see `BrokenOff`."""
-
-    async def make() -> dict[str, Any]:
-        _of_sample.set((errors, asyncio.current_task()))
-        return await making
-
-    return asyncio.ensure_future(make())
-
-
-async def whole_samples(
-    samples: Sequence[asyncio.Task[dict[str, Any]]], errors: list[TensorHubError]
-) -> list[dict[str, Any]] | None:
-    """Return the samples of a prompt; or None where questions of theirs were broken off, which are in `errors` then:
-    what the agent makes of these counts for nothing."""
-    try:
-        answers = await asyncio.gather(*samples)
-    except (Exception, asyncio.CancelledError):  # an agent's, which has cancelled what else it had asked
-        if not errors:
-            raise
-    return None if errors else list(answers)
-
-
-_of_sample: contextvars.ContextVar[Any] = contextvars.ContextVar("errors of the prompt, and the sample's task")
-
-
-class Journals:
-    """Of the samples of one prompt, which begin in order."""
-
-    def __init__(self, given: Sequence[Journal] | None, count: int) -> None:
-        self.all = list(given) if given else [Journal() for _ in range(count)]
-        self._begun = 0
-
-    def begin(self) -> None:
-        """Note that the task that makes the next sample has begun."""
-        _of_task.set(self.all[self._begun])
-        self._begun += 1
-
-
-of_prompt: contextvars.ContextVar[Journals | None] = contextvars.ContextVar("journals of the prompt", default=None)
-_of_task: contextvars.ContextVar[Journal | None] = contextvars.ContextVar("journal of the sample", default=None)
-
-
-def of_sample() -> Journal | None:
-    """Return the journal of the sample that this task makes, or is begun by; None where that has ended, or no other
-    engine would go on with it."""
-    _, sample = _of_sample.get(([], None))
-    return None if sample is None or sample.done() else _of_task.get()
 
 
 def rest_of(params: Any, call: Call) -> Any | None:

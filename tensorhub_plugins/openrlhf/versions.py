@@ -5,12 +5,8 @@ An engine that keeps its requests while its weights change gives samples whose t
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Mapping
 from typing import Any
-
-from tensorhub_plugins.core import step_of
-from tensorhub_plugins.openrlhf import partial_answers
 
 FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
 
@@ -20,39 +16,6 @@ FIGURES = tuple(
     for name in ("replicas/", "version_lag/", "last_pull_age_s", "pull/", "pause/", "validation_wait/")
 )
 LESS_IS_WORSE = ("tensorhub/replicas/ready", "tensorhub/pull/share_from_peers")
-
-_of_sample: contextvars.ContextVar[list[int]] = contextvars.ContextVar("versions of the sample being made")
-
-
-class Versioned:
-    """An agent executor whose samples say which versions their tokens came from."""
-
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
-        self._being_made: list[list[int]] = []  # the versions of each sample
-
-    async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        versions: list[int] = []
-        journals = partial_answers.of_prompt.get()
-        if journals is not None:
-            journals.begin()
-        _of_sample.set(versions)  # every sample is made in a task of its own, and a task has its own context
-        self._being_made.append(versions)
-        try:
-            response: dict[str, Any] = await self._executor.execute(*args, **kwargs)
-        finally:
-            self._being_made = [each for each in self._being_made if each is not versions]
-        if versions:
-            logs = response.get("extra_logs") or {}
-            response["extra_logs"] = {**logs, FIRST: min(versions), LAST: max(versions)}
-        return response
-
-    def came_from(self, *versions: int) -> None:
-        """Note that the tokens just made, of the sample that this task makes, or is begun by, are of these versions. Of
-        all that are being made where that has ended, or there is none, as with `BrokenOff.note`."""
-        own = [each for each in self._being_made if each is _of_sample.get(None)]
-        for seen in own or self._being_made:
-            seen.extend(step_of(version) for version in versions)
 
 
 def with_logs(response: dict[str, Any], logs: Mapping[str, float]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from tensorhub_plugins.core import NotPublished
 from tensorhub_plugins.openrlhf import engine, generation, health, routing
 from tensorhub_plugins.openrlhf.config import Options
-from tensorhub_plugins.openrlhf.partial_answers import BrokenOff
-from tensorhub_plugins.openrlhf.versions import FIRST, Versioned
+from tensorhub_plugins.openrlhf.samples import Samples
+from tensorhub_plugins.openrlhf.versions import FIRST
 from tensorhub_plugins.vllm.engine.follower import Follower, Gate
 from tensorhub_plugins.vllm.engine.spans import Spans
 from tensorhub_plugins.vllm.ray import rotation
@@ -287,8 +287,8 @@ def make_engine(executor: Any, *, is_partial: bool, llm: Any = None) -> Any:
     one.llm, one.worker, one._mm_pad_token_ids = llm or FakeLLM(), "rollout-0/0", None
     one.llm.generate = engine.named(one.llm.generate)
     one.options = Options(hub="tcp://h:1", run="r", timeout_s=5)
-    one.executor = Versioned(executor)
-    one.is_leaving, one.is_partial, one.broken_off = False, is_partial, BrokenOff()
+    one.executor = executor
+    one.is_leaving, one.is_partial, one.samples = False, is_partial, Samples()
     one.owned = OwnedEngine(one.llm, one.worker)
     one.owned._whole_prompts = not is_partial
     gate = None if is_partial else Gate()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import pickle
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +19,12 @@ from openrlhf_fakes import make_engine  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
-from tensorhub_plugins.core import CHECKPOINT, Client, TensorSpec, start_server  # noqa: E402
+from tensorhub_plugins.core import CHECKPOINT, Client, TensorHubError, TensorSpec, start_server  # noqa: E402
 from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
 from tensorhub_plugins.openrlhf import answering, parts, policy_ranks, recovery, trainer  # noqa: E402
-from tensorhub_plugins.openrlhf.partial_answers import BrokenOff, GivenBack, begin_sample, whole_samples  # noqa: E402
-from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
+from tensorhub_plugins.openrlhf.partial_answers import GivenBack  # noqa: E402
+from tensorhub_plugins.openrlhf.samples import Samples, whole  # noqa: E402
+from tensorhub_plugins.openrlhf.versions import FIRST, LAST  # noqa: E402
 from tensorhub_plugins.vllm import checkpoint_names  # noqa: E402
 from tensorhub_plugins.vllm.engine.staleness import Staleness  # noqa: E402
 from tensorhub_plugins.vllm.engine.status import Status  # noqa: E402
@@ -216,12 +217,12 @@ async def test_a_question_of_a_task_that_an_answered_prompt_has_begun_is_of_all(
 @pytest.mark.parametrize("has_ended", [True, False])
 async def test_a_question_of_a_task_that_an_ended_sample_has_begun_is_of_all(has_ended: bool) -> None:
     """Also while other samples of its prompt are made. The control: it is of that prompt alone while its own one is."""
-    broken_off, asks, goes_on = BrokenOff(), asyncio.Event(), asyncio.Event()
+    samples, asks, goes_on = Samples(), asyncio.Event(), asyncio.Event()
     begun: list[asyncio.Task[None]] = []
 
     async def helper() -> None:
         await asks.wait()
-        broken_off.note(EngineLost("rollout-0/0"))
+        samples.note(EngineLost("rollout-0/0"))
 
     async def beginner() -> dict[str, Any]:
         begun.append(asyncio.create_task(helper()))
@@ -231,11 +232,11 @@ async def test_a_question_of_a_task_that_an_ended_sample_has_begun_is_of_all(has
         await goes_on.wait()
         return {}
 
-    async def prompt(*made: Coroutine[Any, Any, dict[str, Any]]) -> list[dict[str, Any]] | None:
-        with broken_off.of_prompt() as errors:
-            return await whole_samples([begin_sample(each, errors) for each in made], errors)
+    async def prompt(*made: Callable[[], Awaitable[dict[str, Any]]]) -> list[dict[str, Any]] | None:
+        errors: list[TensorHubError] = []
+        return await whole([samples.begin(each, errors) for each in made], errors)
 
-    prompts = asyncio.gather(prompt(beginner(), other()), prompt(other()))
+    prompts = asyncio.gather(prompt(beginner, other), prompt(other))
     await settle()
     asks.set()
     await begun[0]
@@ -270,7 +271,7 @@ def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_bac
     async def story(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(answering, "LEAVING_TIMEOUT_S", 0.01)
         leaver = make_engine(TwoTurns(), is_partial=True)
-        leaver.executor = Versioned(Slow())
+        leaver.executor = Slow()
         answer = ask(leaver)
         await settle()
         await leaver.tensorhub_give_back()

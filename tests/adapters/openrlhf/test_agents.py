@@ -182,7 +182,7 @@ async def test_an_ended_sample_remembers_no_more_questions() -> None:
     one.llm.answers.set()
     for _ in range(5):
         await ask(one)
-    kept = [value for value in agent.context.values() if hasattr(value, "calls")]
+    kept = [value.journal for value in agent.context.values() if hasattr(value, "journal")]
     assert [len(journal.calls) for journal in kept] == [1]
 
 

@@ -16,7 +16,7 @@ from vllm_http import FACTS, Fake, answering, status
 from tensorhub_plugins.core import Client, Server, UsageError, VersionRefused
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.external import ExternalEngine, as_json, ending_of, is_of_one_version
-from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned
+from tensorhub_plugins.openrlhf.versions import FIRST, LAST
 from tensorhub_plugins.vllm.ray import external as neutral
 from tensorhub_plugins.vllm.ray.external import Answer, Expected, ServerLost
 
@@ -158,7 +158,7 @@ def test_an_agent_may_ask_from_a_thread_of_its_own(hub: Server, asked: dict[str,
             return {"tokens": answer.outputs[0].token_ids, "text": answer.outputs[0].text}
 
     async def story(fake: Fake, engine: ExternalEngine) -> None:
-        engine.executor, fake.starts = Versioned(Agent()), starts
+        engine.executor, fake.starts = Agent(), starts
         if len(starts) > 1:
             with pytest.raises(ServerLost, match="changes its version while it answers"):
                 await engine.generate_responses(**asked)
@@ -186,7 +186,7 @@ def test_what_an_agent_makes_of_a_lost_answer_is_no_sample(
             return {"tokens": answer.outputs[0].token_ids}
 
     async def story(fake: Fake, engine: ExternalEngine) -> None:
-        engine.executor = Versioned(Agent())
+        engine.executor = Agent()
         assert len(await engine.generate_responses(**asked)) == 2  # the control
         fake.starts = None
         with pytest.raises(ServerLost, match="cannot tell the version"):
@@ -219,7 +219,7 @@ def test_what_a_sample_of_a_lost_prompt_loses_later_is_no_loss_of_others(hub: Se
 
     async def story(fake: Fake, engine: ExternalEngine) -> None:
         agent = Agent()
-        engine.executor, fake.starts = Versioned(agent), None
+        engine.executor, fake.starts = agent, None
         agent.may_ask[0].set()
         with pytest.raises(ServerLost, match="cannot tell the version"):
             await engine.generate_responses(**asked)

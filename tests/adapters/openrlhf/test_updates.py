@@ -102,7 +102,7 @@ def test_a_run_from_its_first_update_to_its_end(story: Story, mode: str, updates
     for step, told in life.log.steps.items():  # in the log of every mode
         assert told.keys() >= KEYS, f"step {step} lacks {sorted(KEYS - told.keys())}"
         assert told["tensorhub/version"] == step and told["tensorhub/publish/bytes"] == 128.0
-        assert told["tensorhub/version_lag/max"] <= (0 if mode == "sync" else step)  # a busy machine's engines are late
+        assert told["tensorhub/version_lag/max"] <= step  # another engine has answered where this one is late
         assert told["tensorhub/replicas/refused"] == 0.0
         assert told["tensorhub/replicas/ready"] == ENGINES
     if mode == "sync" and eval_steps != float("inf"):
