@@ -102,7 +102,8 @@ def test_a_run_from_its_first_update_to_its_end(story: Story, mode: str, updates
     for step, told in life.log.steps.items():  # in the log of every mode
         assert told.keys() >= KEYS, f"step {step} lacks {sorted(KEYS - told.keys())}"
         assert told["tensorhub/version"] == step and told["tensorhub/publish/bytes"] == 128.0
-        assert told["tensorhub/version_lag/max"] <= step  # another engine has answered where this one is late
+        late = 1 if mode == "sync" else step  # where another engine has answered, of a busy machine
+        assert told["tensorhub/version_lag/max"] <= late
         assert told["tensorhub/replicas/refused"] == 0.0
         assert told["tensorhub/replicas/ready"] == ENGINES
     if mode == "sync" and eval_steps != float("inf"):

@@ -105,6 +105,14 @@ def test_whose_handshakes_were_refused_is_in_the_status(of_hub: Keys | None, of_
         assert {host["host"] for host in hosts} <= {"an unknown host", "127.0.0.1"}  # it may be gone before it is asked
         assert hosts[0]["count"] >= 1 and hosts[0]["seconds_ago"] < 60.0
         assert {problem.kind for problem in problems.find(report)} == {"refused_handshakes"}
+        for _attempt in range(100):
+            hosts = fetch_status(server.address, keys=of_hub)["refused_hosts"]
+            if any(host["host"] == "127.0.0.1" for host in hosts):
+                break
+            with pytest.raises(UsageError), joined(server, of_stranger):
+                pass
+        else:
+            pytest.fail("none of 100 was asked for its host before it was gone")
         figures = {each.name: each.values for each in server.figures()}
         assert figures["tensorhub_hub_refused_hosts"] == [((), float(len(hosts)))]
 
