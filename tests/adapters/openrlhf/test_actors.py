@@ -244,6 +244,25 @@ async def test_a_question_of_a_task_that_an_ended_sample_has_begun_is_of_all(has
     assert await prompts == [None, None if has_ended else [{}]]
 
 
+async def test_a_question_to_another_engine_is_of_the_sample_that_asks() -> None:
+    """Its versions were counted for all samples of that engine, and not for the one that asks."""
+    one, another, goes_on = Samples(), Samples(), asyncio.Event()
+
+    async def asks() -> dict[str, Any]:
+        another.came_from(3)
+        return {}
+
+    async def waits() -> dict[str, Any]:
+        await goes_on.wait()
+        return {}
+
+    waiting = another.begin(waits, [])
+    await settle()
+    assert await one.begin(asks, []) == {"extra_logs": {FIRST: 3, LAST: 3}}
+    goes_on.set()
+    assert await waiting == {}
+
+
 async def test_an_error_of_the_agents_own_ends_its_prompt() -> None:
     class Wrong(TwoTurns):
         async def execute(self, prompt: str, llm_engine: Any, **given: Any) -> dict[str, Any]:

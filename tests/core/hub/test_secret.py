@@ -117,6 +117,16 @@ def test_whose_handshakes_were_refused_is_in_the_status(of_hub: Keys | None, of_
         assert figures["tensorhub_hub_refused_hosts"] == [((), float(len(hosts)))]
 
 
+@pytest.mark.parametrize(("keys", "mechanism"), [(KEYS, "CURVE"), (None, "NULL")])
+def test_who_looks_at_what_a_hub_asks_for_is_seen(keys: Keys | None, mechanism: str) -> None:
+    """ZeroMQ's own handshakes had gone unseen where the client was first to see that they cannot succeed."""
+    with start_server(keys=keys) as server:
+        assert fetch_status(server.address, keys=keys)["refused_hosts"] == []
+        assert curve.mechanism_of(server.address) == mechanism
+        (host,) = fetch_status(server.address, keys=keys)["refused_hosts"]
+        assert host["count"] == 1
+
+
 def test_a_report_has_the_refusals_whose_events_have_come() -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
