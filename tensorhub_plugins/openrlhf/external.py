@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 from openrlhf.trainer.ray import vllm_engine
 from vllm import CompletionOutput, RequestOutput
 from vllm.logprobs import Logprob
-from vllm.v1.engine.detokenizer import check_stop_strings
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from tensorhub_plugins.core import Deadline, TensorHubError, UsageError, VersionRefused
 from tensorhub_plugins.core.log import get_logger
@@ -42,20 +43,26 @@ def as_json(params: Any) -> dict[str, Any]:
     return {**found, "max_tokens": params.max_tokens, "logprobs": params.logprobs}
 
 
-def ending_of(answer: Answer, params: Any, tokenizer: Any) -> tuple[str, int | str | None]:
-    """Return the text as vLLM's detokenizer does, without the token that ended it, and up to a stop string; and which
-    of these it was, if it is one of the parameters'."""
-    tokens, keep = list(answer.token_ids), bool(params.include_stop_str_in_output)
-    stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
-    decode = {"skip_special_tokens": bool(params.skip_special_tokens)}
-    whole: str = tokenizer.decode(tokens, **decode)
-    if answer.finish_reason != "stop":
-        return whole, None
-    if (found := check_stop_strings(whole, len(whole), stops, keep)) is not None:
-        stop, end = found
-        return whole if end < 0 else whole[:end], stop
-    reasons = [token for token in tokens[-1:] if token in (params.stop_token_ids or ())]
-    return whole if keep else str(tokenizer.decode(tokens[:-1], **decode)), reasons[0] if reasons else None
+def ending_of(answer: Answer, prompt: Sequence[int], params: Any, tokenizer: Any) -> tuple[str, int | str | None]:
+    """Return the text of an answer to this prompt, by vLLM's detokenizer: without the token that ended it, or up to a
+    stop string; and which of these it was, if it is one of the parameters'."""
+    asked: Any = SimpleNamespace(
+        request_id="", prompt_token_ids=list(prompt), prompt_embeds=None, sampling_params=params
+    )
+
+    def text_of(*, is_ended_by_token: bool) -> tuple[str, str | None]:
+        made = IncrementalDetokenizer.from_new_request(tokenizer if params.detokenize else None, asked)
+        for token in answer.token_ids[:-1]:
+            made.update([token], False)
+        stop = made.update(answer.token_ids[-1:], is_ended_by_token)
+        return made.get_next_output_text(True, False), stop
+
+    named = [token for token in answer.token_ids[-1:] if token in (params.stop_token_ids or ())]
+    text, stop = text_of(is_ended_by_token=False)
+    if answer.finish_reason == "stop" and (named or stop is None):
+        text, stop = text_of(is_ended_by_token=True)
+        return text, stop or next(iter(named), None)
+    return text, stop
 
 
 class ExternalEngine(external.External):
@@ -130,7 +137,7 @@ class ExternalEngine(external.External):
         self.samples.came_from(*(version for version, _ in answer.spans))
         if answer.finish_reason == "abort":  # OpenRLHF would take half an answer for a whole one
             raise self.samples.note(ServerLost(f"{self.url} was told to give its requests back", peer=self.url))
-        text, reason = ending_of(answer, sampling_params, self._tokenizer)
+        text, reason = ending_of(answer, prompt_token_ids, sampling_params, self._tokenizer)
         output = CompletionOutput(
             index=0,
             text=text,

@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("openrlhf")
 
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 from vllm import RequestOutput, SamplingParams
 from vllm_http import FACTS, Fake, answering, status
 
@@ -23,14 +25,11 @@ from tensorhub_plugins.vllm.ray.external import Answer, Expected, ServerLost
 EXPECTED = Expected("", "", FACTS, 100)
 
 
-class Tokenizer:
-    """Token n is the letter n."""
-
-    def __call__(self, text: str, **_: Any) -> dict[str, Any]:
-        return {"input_ids": torch.tensor([[ord(letter) - ord("a") for letter in text]])}
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        return "".join(chr(ord("a") + token) for token in tokens)
+def tokenizer(*, words: bool = False) -> PreTrainedTokenizerFast:
+    """Token n is the letter n, or a word of it: spaces are before words, and are left out before a text."""
+    made = Tokenizer(models.BPE({f"{'▁' if words else ''}{chr(97 + each)}": each for each in range(26)}, []))
+    made.decoder = decoders.Metaspace() if words else decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 def test_parameters_and_text_are_as_vllm_has_them() -> None:
@@ -40,13 +39,22 @@ def test_parameters_and_text_are_as_vllm_has_them() -> None:
     assert not any(name.startswith("_") for name in given) and "output_kind" not in given
 
     def ending(finish: str, **options: Any) -> Any:
-        return ending_of(Answer([0, 1, 2, 3], None, finish, ((1, 4),)), SamplingParams(**options), Tokenizer())
+        return ending_of(Answer([0, 1, 2, 3], None, finish, ((1, 4),)), [4], SamplingParams(**options), tokenizer())
 
     assert ending("length") == ("abcd", None) and ending("stop") == ("abc", None)  # the token that ends it is no text
     assert ending("stop", stop_token_ids=[3]) == ("abc", 3)
     assert ending("stop", include_stop_str_in_output=True) == ("abcd", None)
-    assert ending("stop", stop=["bc", "cd"]) == ("a", "bc")
-    assert ending("stop", stop="bc", include_stop_str_in_output=True) == ("abc", "bc")
+    assert ending("stop", stop=["x", "cd"]) == ("ab", "cd") and ending("length", detokenize=False) == ("", None)
+    assert ending("stop", stop="cd", include_stop_str_in_output=True) == ("abcd", "cd")
+    assert ending("stop", stop=["bc", "cd"], min_tokens=3) == ("ab", "cd")  # it was none when "bc" came
+    assert ending("stop", stop=["bc"], min_tokens=3, stop_token_ids=[3]) == ("abc", 3)
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [([4], " a b"), ([], "a b")])
+def test_a_text_goes_on_after_its_prompt(prompt: list[int], expected: str) -> None:
+    """An agent that put it behind the prompt had no space between them, as no engine of the run's gives it."""
+    answer = Answer([0, 1], None, "length", ((1, 2),))
+    assert ending_of(answer, prompt, SamplingParams(), tokenizer(words=True)) == (expected, None)
 
 
 def test_samples_of_one_version() -> None:
@@ -63,7 +71,7 @@ def asked() -> dict[str, Any]:
         "label": "",
         "sampling_params": params,
         "max_length": 50,
-        "hf_tokenizer": Tokenizer(),
+        "hf_tokenizer": tokenizer(),
         "num_samples": 2,
     }
 
