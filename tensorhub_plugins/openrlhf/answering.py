@@ -40,6 +40,8 @@ class Answering(Stock):
     worker: str
     is_leaving: bool
     is_partial: bool  # requests outlive an update
+    llm: Any
+    tokenizer: Any
 
     def _why_not(self) -> str:
         """Return why it takes no new work; "": it does."""
@@ -58,10 +60,17 @@ class Answering(Stock):
         async with self.owned.answering(min_version):
             return await self._samples(journals, num_samples, **kwargs)
 
+    async def tensorhub_give_back(self) -> None:
+        self.is_leaving = True
+        await self.llm.abort(list(self.llm.output_processor.request_states), internal=True)
+        why = Leaving(f"{self.worker} has to leave")
+        asyncio.get_running_loop().call_later(LEAVING_TIMEOUT_S, self.samples.break_off, why)
+
     async def _samples(
         self, given: list[Journal] | None, count: int, **kwargs: Any
     ) -> list[dict[str, Any]] | GivenBack:
         """Return the samples, or what there is of them for the engine that may go on. given: as `journals`."""
+        self.tokenizer = kwargs["hf_tokenizer"]  # of all prompts
         kept = (given or [Journal() for _ in range(count)]) if self.is_partial else None
         errors: list[TensorHubError] = []
         make = functools.partial(self.executor.execute, llm_engine=self, **kwargs)
@@ -89,7 +98,7 @@ class Answering(Stock):
         if before is not None and before.is_whole:
             self.samples.came_from(*before.versions)
             return before.answer
-        rest = None if before is None else partial_answers.rest_of(sampling_params, before)
+        rest = None if before is None else partial_answers.rest_of(sampling_params, before, self.tokenizer)
         if before is None or rest is None:
             call = replace(await self._ask(prompt_token_ids, sampling_params, multi_modal_data), beside=beside)
         else:
@@ -124,7 +133,7 @@ class Answering(Stock):
         outcome = str(output.finish_reason) if is_whole else "given back"
         run_log.record_request(self.worker, started, outcome, versions, len(output.token_ids))
         told = {name: value for name, value in vars(answer).items() if name != "outputs"}
-        return Call(tuple(prompt), output, versions, is_whole, told=told)
+        return Call(tuple(prompt), output, versions if is_whole or output.token_ids else (), is_whole, told=told)
 
 
 def named(generate: Callable[..., Any]) -> Callable[..., Any]:

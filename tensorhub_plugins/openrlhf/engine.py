@@ -108,10 +108,6 @@ class TensorHubEngine(Answering):
             self.is_spare = False
             self.owned.keep(self._join())
 
-    async def tensorhub_give_back(self) -> None:
-        self.is_leaving = True
-        await self.llm.abort(list(self.llm.output_processor.request_states), internal=True)
-
     async def tensorhub_leave(self) -> None:
         """Leave the store, so that the hub forgets this engine at once. It answers nothing afterwards."""
         self.is_leaving = True

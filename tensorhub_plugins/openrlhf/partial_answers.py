@@ -22,9 +22,11 @@ from tensorhub_plugins.core import TensorHubError
 
 # Of vLLM's sampling parameters: what looks at all tokens of an answer, and would begin again with the rest of one.
 OF_WHOLE_ANSWERS = (
-    *("structured_outputs", "bad_words", "presence_penalty", "frequency_penalty"),
-    *("thinking_token_budget", "repetition_detection"),
+    *("structured_outputs", "bad_words", "presence_penalty", "frequency_penalty", "repetition_detection"),
+    *("extra_args", "trace_decode_token_ids"),
 )
+NUMBERS = ("seed", "thinking_token_budget")  # the same, of which 0 is one
+CUT_OFF = "\ufffd"  # how a tokenizer writes a character of which bytes are missing
 
 
 @dataclass
@@ -109,19 +111,22 @@ class Leaving(TensorHubError):
     """Inside an engine: this request was broken off because the engine has to leave."""
 
 
-def rest_of(params: Any, call: Call) -> Any | None:
+def rest_of(params: Any, call: Call, tokenizer: Any) -> Any | None:
     """Return vLLM's sampling parameters for what is missing; None: an answer to these would be another one than one
     that was not broken off. PURE."""
-    done, stop = len(call.output.token_ids), getattr(params, "stop", None) or ()
+    tokens, stop = list(call.output.token_ids), getattr(params, "stop", None) or ()
     stops = [stop] if isinstance(stop, str) else stop
     is_in_one = any(call.output.text.endswith(each[:end]) for each in stops for end in range(1, len(each)))
-    is_drawn = getattr(params, "seed", None) is not None  # with the numbers of the beginning again
-    if is_in_one or is_drawn or any(getattr(params, name, None) for name in OF_WHOLE_ANSWERS):
+    is_counted = any(getattr(params, name, None) is not None for name in NUMBERS)
+    if not tokens or is_in_one or is_counted or any(getattr(params, name, None) for name in OF_WHOLE_ANSWERS):
         return None
+    skips = bool(getattr(params, "skip_special_tokens", True))
+    if tokenizer.decode(tokens, skip_special_tokens=skips).endswith(CUT_OFF):
+        return None  # vLLM would take all of the prompt for text of the answer, and look for stop strings there
     rest = deepcopy(params)
-    rest.min_tokens = max(0, (params.min_tokens or 0) - done)
+    rest.min_tokens = max(0, (params.min_tokens or 0) - len(tokens))
     if params.max_tokens is not None:
-        rest.max_tokens = params.max_tokens - done
+        rest.max_tokens = params.max_tokens - len(tokens)
     return rest
 
 

@@ -41,7 +41,7 @@ class Samples:
     the end of the run: see `Sample.errors`."""
 
     def __init__(self) -> None:
-        self._being_made: set[Sample] = set()
+        self._being_made: dict[Sample, asyncio.Task[Any] | None] = {}
         self._loop: asyncio.AbstractEventLoop | None = None  # the actor's
 
     def begin(
@@ -56,11 +56,11 @@ class Samples:
 
         async def made() -> dict[str, Any]:
             _asking.set(sample)
-            self._being_made.add(sample)
+            self._being_made[sample] = asyncio.current_task()
             try:
                 response = await make()
             finally:
-                self._being_made.remove(sample)
+                del self._being_made[sample]
                 sample.has_ended = True
             if sample.steps:
                 logs = response.get("extra_logs") or {}
@@ -68,6 +68,13 @@ class Samples:
             return response
 
         return asyncio.ensure_future(made())
+
+    def break_off(self, error: TensorHubError) -> None:
+        """End all that are still being made, as in their environments: their prompts are asked elsewhere, for this."""
+        for sample, task in list(self._being_made.items()):
+            sample.errors.append(error)
+            if task is not None:
+                task.cancel()
 
     def came_from(self, *versions: int) -> None:
         """Note that the tokens just made are of these versions."""

@@ -209,6 +209,11 @@ EVERY_PROMPT = sorted(2 * [f"p{i}" for i in range(6)])
 # --- an engine of ours, over a vLLM that is played ---
 
 
+class FakeTokenizer:
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return " ".join(map(str, tokens))
+
+
 class FakeLLM:
     """A fake of vLLM's AsyncLLM and its core, where our follower is: it answers when told to, and accepts every version
     at once, when each request has had one token of the version before."""

@@ -15,7 +15,7 @@ pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-
 torch = pytest.importorskip("torch")
 
 from hub_limits import AT_ONCE  # noqa: E402
-from openrlhf_fakes import make_engine  # noqa: E402
+from openrlhf_fakes import FakeTokenizer, make_engine  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
@@ -46,7 +46,7 @@ class TwoTurns:
 
 
 def ask(one: Any, **kwargs: Any) -> Any:
-    given = {"prompt": "p", "label": "", "sampling_params": None, "max_length": 8, "hf_tokenizer": None}
+    given = {"prompt": "p", "label": "", "sampling_params": None, "max_length": 8, "hf_tokenizer": FakeTokenizer()}
     return asyncio.create_task(one.generate_responses(**given, num_samples=2, **kwargs))
 
 
@@ -275,15 +275,20 @@ async def test_an_error_of_the_agents_own_ends_its_prompt() -> None:
         await ask(one)
 
 
-def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_back_too() -> None:
+@pytest.mark.parametrize(("waiting", "calls"), [({2}, [1, 0]), ({1, 2}, [0, 0])])
+def test_samples_that_are_in_their_environment_when_their_engine_leaves_are_given_back_too(
+    waiting: set[int], calls: list[int]
+) -> None:
+    """Where all of them were, the fleet ended the engine, and all that they had with it."""
+
     class Slow(TwoTurns):
-        """Its first sample asks vLLM, its second one waits for something else."""
+        """Its samples ask vLLM, or wait for something else."""
 
         begun = 0
 
         async def execute(self, prompt: str, llm_engine: Any, **given: Any) -> dict[str, Any]:
             self.begun += 1
-            if self.begun == 2:
+            if self.begun in waiting:
                 await asyncio.Event().wait()
             return await super().execute(prompt, llm_engine, **given)
 
@@ -294,9 +299,9 @@ def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_bac
         answer = ask(leaver)
         await settle()
         await leaver.tensorhub_give_back()
-        given_back = await answer
+        given_back = await asyncio.wait_for(answer, 2.0)
         assert isinstance(given_back, GivenBack) and given_back.journals is not None
-        assert [len(journal.calls) for journal in given_back.journals] == [1, 0]
+        assert [len(journal.calls) for journal in given_back.journals] == calls
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         asyncio.run(story(monkeypatch))

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
 
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch  # noqa: E402
-from openrlhf_fakes import FakeEngine, FakeHub, FakeLLM, make, make_engine, play_ray  # noqa: E402
+from openrlhf_fakes import FakeEngine, FakeHub, FakeLLM, FakeTokenizer, make, make_engine, play_ray  # noqa: E402
 
 from tensorhub_plugins.openrlhf.partial_answers import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST  # noqa: E402
@@ -97,7 +97,7 @@ class OfTheFirst(Agent):
 
 
 def ask(one: Any, count: int = 1, **given: Any) -> Any:
-    asked = {"prompt": "p", "label": "", "sampling_params": None, "max_length": 8, "hf_tokenizer": None}
+    asked = {"prompt": "p", "label": "", "sampling_params": None, "max_length": 8, "hf_tokenizer": FakeTokenizer()}
     return asyncio.create_task(one.generate_responses(**asked, num_samples=count, **given))
 
 
@@ -158,6 +158,28 @@ async def test_an_agent_gets_what_else_vllm_says_also_from_an_engine_that_left()
     (sample,) = await ask(other, journals=pickle.loads(pickle.dumps((await answer).journals)))
     assert [answer.prompt_token_ids for answer in sample["answers"]] == 2 * [[1, 2]]
     assert sorted(tokens[0] for tokens in sample["tokens"]) == [35, 45], "each goes on with its own tokens"
+
+
+class Waits(LLM):
+    """Has nothing of what it was asked when it has to leave, as of prompts that wait in vLLM."""
+
+    async def abort(self, requests: list[str], internal: bool) -> None:
+        await super().abort(requests, internal)
+        self.aborted = {request: [] for request in requests}
+
+
+@pytest.mark.parametrize(("llm", "first"), [(Waits, 5), (LLM, 3)])
+async def test_an_answer_that_had_not_begun_is_of_the_next_engine_alone(llm: type[LLM], first: int) -> None:
+    """It counted as one of an older version. The control: one that had begun."""
+    leaver, other = (make_engine(Agent(), is_partial=True, llm=made()) for made in (llm, LLM))
+    leaver.llm.switch(3)
+    other.llm.switch(5)
+    answer = ask(leaver)
+    await until_asked(leaver, 1)
+    await leaver.tensorhub_give_back()
+    other.llm.answers.set()
+    (sample,) = await ask(other, journals=pickle.loads(pickle.dumps((await answer).journals)))
+    assert (sample["extra_logs"][FIRST], sample["extra_logs"][LAST]) == (first, 5)
 
 
 @pytest.mark.parametrize("is_another", [True, False])

@@ -21,6 +21,13 @@ def output(*tokens: int, text: str = "", logprobs: bool = True) -> SimpleNamespa
     )
 
 
+class Bytes:
+    """A tokenizer: token n is the byte n."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
 def moved(journal: Journal) -> Journal:
     """To another process."""
     return pickle.loads(pickle.dumps(journal))  # type: ignore[no-any-return]
@@ -120,6 +127,8 @@ def test_what_an_agent_does_to_its_answer_is_not_in_the_journal() -> None:
         ("1", {"structured_outputs": {"regex": "[0-9]{4}"}}, False),
         ("1", {"presence_penalty": 0.5}, False),
         ("1", {"seed": 0}, False),
+        ("1", {"thinking_token_budget": 0}, False),
+        ("1", {"extra_args": {"budget": 5}}, False),  # of a logits processor that counts tokens
         ("1", {"presence_penalty": 0.0, "stop": None}, True),
         ("1", {}, True),
     ],
@@ -129,14 +138,39 @@ def test_what_depends_on_the_whole_answer_is_not_continued(
 ) -> None:
     """The rest of it alone never ended at a stop string that had begun; grammar and random numbers began anew."""
     call = Call((1,), output(2, text=text), (0,), is_whole=False)
-    rest = rest_of(SimpleNamespace(max_tokens=9, min_tokens=0, **params), call)
+    rest = rest_of(SimpleNamespace(max_tokens=9, min_tokens=0, **params), call, Bytes())
     assert (rest is not None) is expected
+
+
+@pytest.mark.parametrize(("length", "expected"), [(0, False), (1, False), (2, False), (3, True)])
+def test_what_ends_inside_a_character_is_not_continued(length: int, expected: bool) -> None:
+    """vLLM began the text of the rest with all of the prompt, and ended it at a stop string of that."""
+    call = Call((1,), output(*"字".encode()[:length]), (0,), is_whole=False)
+    rest = rest_of(SimpleNamespace(max_tokens=9, min_tokens=0), call, Bytes())
+    assert (rest is not None) is expected
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, "?字"), (3, "")])
+def test_vllm_takes_a_prompt_that_ends_inside_a_character_for_text(length: int, expected: str) -> None:
+    """The control of the test above, and why."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    detokenizer = pytest.importorskip("vllm.v1.engine.detokenizer")
+    model = tokenizers.models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True)
+    fast = tokenizers.Tokenizer(model)
+    fast.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    params = pytest.importorskip("vllm").SamplingParams()
+    asked = SimpleNamespace(request_id="", prompt_token_ids=[*"?字".encode()[: 1 + length]], sampling_params=params)
+    made = detokenizer.IncrementalDetokenizer.from_new_request(
+        transformers.PreTrainedTokenizerFast(tokenizer_object=fast), asked
+    )
+    made.update([*"字".encode()[length:]], False)
+    assert made.get_next_output_text(True, False) == expected
 
 
 @pytest.mark.parametrize(("maximum", "minimum", "expected"), [(5, 1, (3, 0)), (5, 4, (3, 2)), (None, 0, (None, 0))])
 def test_what_is_missing_is_asked_for(maximum: int | None, minimum: int, expected: tuple[int | None, int]) -> None:
     params = SimpleNamespace(max_tokens=maximum, min_tokens=minimum, temperature=0.5)
-    rest = rest_of(params, Call((1,), output(2, 3), (0, 0), False))
+    rest = rest_of(params, Call((1,), output(2, 3), (0, 0), False), Bytes())
     assert rest is not None and (rest.max_tokens, rest.min_tokens) == expected
     assert (params.max_tokens, params.min_tokens) == (maximum, minimum)
 
