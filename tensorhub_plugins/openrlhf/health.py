@@ -147,6 +147,12 @@ class Engines:
             if name in self.table.all:
                 self.table.all[name].refusal = (error.version or 0, error.message)
 
+    def leaves_by_name(self, name: str, epoch: int) -> None:
+        """Note that it has given a prompt of that epoch back, which the fleet's roster will say, too."""
+        with self.lock:
+            if self.table.is_current(name, epoch):
+                self.table.all[name].is_draining = True
+
     def answered_by_name(self, name: str, version: int) -> None:
         """Note that it has answered from this version or a later one, which its next heartbeat reports."""
         with self.lock:

@@ -94,10 +94,11 @@ class Router:
             self.engines.check()
         answers = []
         for ref in ready:
+            name, asked = self.work.asked[ref]
             try:
                 answer = ray.get(ref)
             except VersionRefused as error:
-                self.engines.refused_by_name(self.work.asked[ref][0], error)
+                self.engines.refused_by_name(name, error)
                 self.work.given_back(ref)
                 continue
             except LOST as error:
@@ -107,12 +108,13 @@ class Router:
                     raise
                 continue
             if isinstance(answer, GivenBack):
-                record("request_given_back", worker=f"{self.work.asked[ref][0]}/0", tokens=answer.tokens)
                 self.work.given_back(ref, journals=answer.journals)
+                self.engines.leaves_by_name(name, asked.epoch)
+                record("request_given_back", worker=f"{name}/0", tokens=answer.tokens)
             else:
-                name, prompt = self.work.answered(ref)
-                self.engines.answered_by_name(name, prompt.version)
-                record("prompt", worker=f"{name}/0", number=prompt.number, samples=len(answer))
+                self.work.answered(ref)
+                self.engines.answered_by_name(name, asked.version)
+                record("prompt", worker=f"{name}/0", number=asked.number, samples=len(answer))
                 answers.append(answer)
         self._tell()
         return answers

@@ -23,7 +23,7 @@ CEILINGS = {
     "core/security": 731,
     "core/transfer": 2_007,
     "core/transports": 7_123,
-    "openrlhf": 2_797,
+    "openrlhf": 2_805,
     "verl": 4_266,
     "vllm": 7_954,
     "vllm/doctor": 800,

@@ -254,3 +254,13 @@ def test_a_sample_without_tokens_says_what_the_others_say(monkeypatch: pytest.Mo
     assert [(int(one.info[FIRST]), int(one.info[LAST])) for one in samples[:2]] == [(4, 4), (3, 3)]
     items = split_experience_batch(Experience.concat_experiences(samples, 0))
     assert [int(each) for each in make_experience_batch(items).info[FIRST]] == 6 * [4, 3]
+
+
+@pytest.mark.timeout(30)
+def test_an_engine_that_has_given_a_prompt_back_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the fleet's roster had come it was, over and over. The control: the other one is asked for all of them."""
+    play_ray(monkeypatch)
+    leaver, other = FakeEngine(), FakeEngine()
+    leaver.do_generate_responses = lambda **_: GivenBack()  # type: ignore[method-assign]
+    samples, *_ = make([leaver, other], per_engine=1).generate_samples()
+    assert (len(samples), len(leaver.asked), len(other.asked)) == (12, 1, 6)
