@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import ray
@@ -42,6 +43,9 @@ TIMEOUT_S = 15.0  # until the replicas' own option is known
 NO_REPLICA_TIMEOUT_S = 900.0  # a request waits so long for any replica: one is started again within minutes
 LONG_POLL_TIMEOUT_S = 10.0  # one question of a process that has requests under way: is any replica lost?
 RETRIES_MAX = 8  # of one request; beyond that it is the request that kills replicas
+LOOPS = "verl.experimental.agent_loop.tool_agent_loop"  # imported where it is needed, and nowhere else
+
+T = TypeVar("T")
 
 
 class ReplicaLost(TensorHubError):
@@ -343,9 +347,19 @@ class Handle:
             finally:
                 if attempt:  # the first one is released by verl's client
                     self._router.release_server.remote(server_id, self._request_id)
-            server_id, actor, epoch = await self._router.acquire.remote(self._request_id)
+            server_id, actor, epoch = await self._another()
             request = {**request, "request_id": f"{request['request_id']}-{attempt + 1}"}
         raise RuntimeError(f"request {self._request_id} was lost with {RETRIES_MAX + 1} replicas one after another")
+
+    async def _another(self) -> tuple[str, Any, int]:
+        async def acquire() -> tuple[str, Any, int]:
+            server_id, actor, epoch = await self._router.acquire.remote(self._request_id)
+            return server_id, actor, epoch
+
+        def give_back(given: tuple[str, Any, int]) -> None:
+            self._router.release_server.remote(given[0], self._request_id)
+
+        return await _granted(acquire(), give_back)
 
     async def _ask(self, server_id: str, actor: Any, epoch: int, request: Mapping[str, Any]) -> TokenOutput:
         """Return the replica's answer; raise ReplicaLost as soon as the router has taken it out."""
@@ -369,6 +383,22 @@ class _Method:
 
 async def _awaited(reference: Any) -> Any:
     return await reference
+
+
+async def _granted(grant: Coroutine[Any, Any, T], give_back: Callable[[T], None]) -> T:
+    """Return what the router grants. It goes on where its caller is cancelled meanwhile: what comes then is given
+    back, or it would be counted for ever."""
+    asked = asyncio.create_task(grant)
+    try:
+        return await asyncio.shield(asked)
+    except asyncio.CancelledError:
+
+        def end(late: asyncio.Task[T]) -> None:
+            if not late.cancelled() and late.exception() is None:
+                give_back(late.result())
+
+        asked.add_done_callback(end)
+        raise
 
 
 class Losses:
@@ -420,34 +450,68 @@ class Losses:
 # --- samples of several versions --------------------------------------------------------------------------------------
 
 _steps: ContextVar[list[int] | None] = ContextVar("the first and last steps of the answer being made", default=None)
+_turn: ContextVar[list[int] | None] = ContextVar("the first steps of the answers of this turn", default=None)
 
 
 def _hand_over(output: TokenOutput) -> TokenOutput:
-    """Return the answer in verl's terms: with its first and last step (see versions.py)."""
-    steps = [step for step, _ in output.extra_fields.pop("tensorhub_spans", ())]
-    told = output.extra_fields.pop("tensorhub_split", False)
+    """Return the answer in verl's terms: with its first and last step (see versions.py). verl's own engines, on the
+    trainer's GPUs, know one."""
+    own = output.extra_fields.get("global_steps")
+    steps = [step for step, _ in output.extra_fields.pop("tensorhub_spans", [(own, 0)]) if step is not None]
+    told = output.extra_fields.pop("tensorhub_split", True)
     if steps:
         output.extra_fields.setdefault("min_global_steps", min(steps))
         output.extra_fields.setdefault("max_global_steps", max(steps))
         if told and (of_answer := _steps.get()) is not None:
             of_answer += [min(steps), max(steps)]
+        if (of_turn := _turn.get()) is not None:
+            of_turn.append(min(steps))
     return output
 
 
 def watch_client() -> None:
-    """Have verl's client for interrupted answers keep their first and last steps from now on, as its other one does. It
-    makes a new answer of what it gets, of which it knows one step each. Calling it twice is fine."""
-    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+    """Change what verl's client and its loop of several turns make of answers, from now on. Calling it twice is fine.
 
-    async def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> TokenOutput:
-        steps: list[int] = []
-        token = _steps.set(steps)
-        try:
-            output: TokenOutput = await original(self, *args, **kwargs)
-        finally:
-            _steps.reset(token)
-        if steps:
-            output.extra_fields.update(min_global_steps=min(steps), max_global_steps=max(steps))
-        return output
+    - The client for interrupted answers keeps their first and last steps, as its other one does: it makes a new answer
+      of what it gets, of which it knows one step each.
+    - A client that is cancelled while it waits for a replica takes none.
+    - Of a conversation the first and last steps of all turns count: they go back where a turn moves to a replica that
+      is behind."""
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-    wrap(FullyAsyncLLMServerClient, "generate", generate)
+    wrap(FullyAsyncLLMServerClient, "generate", _generate)
+    wrap(LLMServerClient, "_acquire_server", _acquire_server)
+
+
+async def _generate(original: Any, client: Any, *args: Any, **kwargs: Any) -> TokenOutput:
+    steps: list[int] = []
+    token = _steps.set(steps)
+    try:
+        output: TokenOutput = await original(client, *args, **kwargs)
+    finally:
+        _steps.reset(token)
+    if steps:
+        output.extra_fields.update(min_global_steps=min(steps), max_global_steps=max(steps))
+    return output
+
+
+async def _acquire_server(original: Any, client: Any, request_id: str, **extra: Any) -> tuple[str, Any]:
+    def give_back(given: tuple[str, Any]) -> None:
+        client._release_server(given[0], request_id=request_id)
+
+    if (loops := sys.modules.get(LOOPS)) is not None:
+        wrap(loops.ToolAgentLoop, "_handle_generating_state", _take_turn)
+    return await _granted(original(client, request_id, **extra), give_back)
+
+
+async def _take_turn(original: Any, loop: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    before, steps, (first, last) = dict(data.extra_fields), list[int](), ("min_global_steps", "max_global_steps")
+    token = _turn.set(steps)
+    try:
+        state = await original(loop, data, *args, **kwargs)
+    finally:
+        _turn.reset(token)
+    if steps and before.get(first) is not None:
+        data.extra_fields[first] = min(before[first], *steps)
+        data.extra_fields[last] = max(before[last], data.extra_fields[last])
+    return state

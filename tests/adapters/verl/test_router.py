@@ -9,6 +9,7 @@ pytest.importorskip("verl", reason="the router is a subclass of verl's")
 ray = pytest.importorskip("ray")
 
 from verl.workers.rollout.replica import TokenOutput  # noqa: E402
+from verl_router import Actor, Router, Server, until  # noqa: E402
 
 from tensorhub_plugins.core import VersionRefused  # noqa: E402
 from tensorhub_plugins.verl import routing  # noqa: E402
@@ -16,87 +17,6 @@ from tensorhub_plugins.verl.routing import Handle, ReplicaLost, TensorHubRouter 
 from tensorhub_plugins.vllm.ray import reporting, rotation  # noqa: E402
 from tensorhub_plugins.vllm.ray.actor_handles import opened, sealed  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet.types import Entry  # noqa: E402
-
-
-class Method:
-    def __init__(self, call):
-        self.call = call
-
-    def __call__(self, *args, **kwargs):
-        return self.call(*args, **kwargs)
-
-    def remote(self, *args, **kwargs):
-        return asyncio.ensure_future(self.call(*args, **kwargs))
-
-
-class Actor:
-    """Looks like a Ray actor handle: every coroutine method has `.remote`."""
-
-    def __getattribute__(self, name):
-        value = object.__getattribute__(self, name)
-        if asyncio.iscoroutinefunction(value):
-            return Method(value)
-        return value
-
-
-class Server(Actor):
-    def __init__(self, name, *, version=1, spans=None):
-        self.name, self.version, self.spans = name, version, spans
-        self.asked, self.dead, self.frozen = 0, None, asyncio.Event()
-        self.broken, self.tells, self.given = False, {}, {}
-        self.frozen.set()
-
-    async def tensorhub_heartbeat(self):
-        await self.frozen.wait()
-        if self.dead:
-            raise self.dead
-        return {
-            "worker": f"{self.name}/0",
-            "ready": self.version > 0 and not self.broken,
-            "version": self.version,
-            "silent_s": 0.0,
-            "timeout_s": 0.2,
-            **self.tells,
-        }
-
-    async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
-        self.asked, self.given = self.asked + 1, kwargs
-        if self.dead:
-            raise self.dead
-        await self.frozen.wait()
-        spans = self.spans or [(3, 2)]
-        tokens = list(range(sum(n for _, n in spans)))
-        return TokenOutput(
-            token_ids=tokens,
-            log_probs=[-0.5 * t for t in tokens],
-            stop_reason="completed",
-            extra_fields={"global_steps": spans[0][0], "tensorhub_spans": spans, "tensorhub_split": bool(self.spans)},
-        )
-
-
-class Router(Actor):
-    """The real class behind actor-like methods."""
-
-    def __init__(self, servers):
-        self.real = TensorHubRouter(servers, {})
-        self.questions = 0
-
-    async def acquire(self, request_id):
-        return await self.real.acquire(request_id)
-
-    async def losses(self, *args):
-        self.questions += 1
-        return await self.real.losses(*args)
-
-    async def report_lost(self, *args):
-        return await self.real.report_lost(*args)
-
-    async def release_server(self, *args):
-        return await self.real.release_server(*args)
-
-    async def handle(self, request_id, priority=0):  # what acquire_server gives to verl's client
-        server_id, actor, epoch = await self.real.acquire(request_id)
-        return Handle(server_id, actor, epoch, self, request_id, priority)
 
 
 @pytest.fixture(autouse=True)
@@ -110,11 +30,6 @@ def seen_by(router):
     """What the fleet is told: by its names; and how many have none yet."""
     now = router.real.seen()
     return {one.name: one for one in now.seen}, now.unnamed
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 async def ask(handle, prompt=(7, 8)):
@@ -502,43 +417,6 @@ async def test_replicas_that_work_for_ever_without_a_result_are_not_waited_for(m
     server.tells = {"idle_s": -60.0}
     with pytest.raises(RuntimeError, match="No available servers in load balancer"):
         await asyncio.wait_for(Router({"a": server}).handle("r"), 10)
-
-
-@pytest.mark.parametrize("spans", [[(4, 2), (5, 1), (7, 3)], [(7, 3), (4, 2), (5, 1)]], ids=["on", "back"])
-async def test_verls_own_client_reports_the_first_and_last_step_of_a_sample_at_once(monkeypatch, spans):
-    """FullyAsyncLLMServerClient sleeps a second before it comes back for the rest of an answer: there is none."""
-    from verl.workers.rollout import llm_server
-
-    slept = []
-    monkeypatch.setattr(llm_server, "asyncio", SimpleNamespace(gather=asyncio.gather, sleep=slept.append))
-    server = Server("a", spans=spans)
-    router = Router({"a": server})
-
-    class Balancer(Actor):
-        async def require_acquire_fields(self):
-            return await router.real.require_acquire_fields()
-
-        async def require_release_fields(self):
-            return await router.real.require_release_fields()
-
-        async def acquire_server(self, request_id, priority=0):
-            handle = await router.handle(request_id, priority)
-            return handle._at[0], handle
-
-        async def release_server(self, server_id, request_id):
-            return await router.real.release_server(server_id, request_id)
-
-    rollout = SimpleNamespace(name="vllm_tensorhub", response_length=16, full_determinism=False)
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    client = llm_server.FullyAsyncLLMServerClient(config=config, load_balancer_handle=Balancer())
-    output = await client.generate("r", prompt_ids=[7, 8], sampling_params={}, priority=-3)
-    assert server.given["priority"] == -3  # verl's client itself drops it where rollout.name is not vllm
-    assert output.token_ids == [0, 1, 2, 3, 4, 5]
-    assert output.log_probs == [-0.5 * t for t in range(6)]
-    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (4, 7)
-    assert output.stop_reason == "completed"
-    assert server.asked == 1 and not slept
-    await until(lambda: router.real._inflight_requests == {"a": 0})  # releases are fire and forget
 
 
 def test_a_sample_says_first_and_last_to_the_plain_client():
