@@ -261,11 +261,36 @@ def _check_scheduler(told: Any) -> None:
 
 
 def _estimator(root: Any) -> None:
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+    """Check that verl knows this estimator, and that its trainer has what one of its own takes, which it finds out in
+    its first step: it is given a batch of two samples."""
+    import numpy as np
+    import torch
+    from verl import DataProto
+    from verl.trainer.ppo.core_algos import AdvantageEstimator, get_adv_estimator_fn
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+    from verl.trainer.ppo.utils import need_critic
     from verl.utils.import_utils import import_external_libs
 
     import_external_libs(root.actor_rollout_ref.model.get("external_lib"))  # which may have registered more
-    get_adv_estimator_fn(root.algorithm.adv_estimator)
+    algorithm, name, actor = root.algorithm, root.algorithm.adv_estimator, root.actor_rollout_ref.actor
+    get_adv_estimator_fn(name)
+    if name not in list(AdvantageEstimator):
+        return
+    given = dict.fromkeys(("response_mask", "token_level_rewards", "old_log_probs"), torch.ones(2, 2))
+    given |= {"values": torch.ones(2, 2)} if need_critic(root) else {}
+    others = {"uid": np.zeros(2, dtype=object)}
+    if not checks.is_separate_async(root):  # which reads no more than these
+        given |= dict.fromkeys(("prompts", "attention_mask"), torch.ones(2, 2, dtype=torch.int64))
+        given |= {"sum_pi_squared": torch.ones(2, 2)} if actor.get("calculate_sum_pi_squared") else {}
+        others |= {key: np.ones(2) for key in algorithm.get("gdpo_reward_keys") or ()}
+    batch = DataProto.from_dict(given, non_tensors=others)
+    try:
+        compute_advantage(batch, adv_estimator=name, config=algorithm)
+    except Exception as error:
+        raise UsageError(
+            f"algorithm.adv_estimator is {name!r}, and this trainer of verl does not give it what it takes: choose "
+            f"another one ({' '.join(str(error).split())})"
+        ) from error
 
 
 def _strategies(root: Any) -> None:

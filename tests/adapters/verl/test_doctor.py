@@ -281,6 +281,35 @@ def test_names_that_no_trainer_of_verl_knows_are_refused(mode, word, job):
     assert word.partition("=")[2] in wrong
 
 
+@pytest.mark.parametrize(
+    ("mode", "words", "says"),
+    [
+        (SEPARATE, "remax", "argument: 'reward_baselines'"),
+        (SEPARATE, "optimal_token_baseline actor_rollout_ref.actor.calculate_sum_pi_squared=True", "sum_pi_squared"),
+        (SEPARATE, "gdpo +algorithm.gdpo_reward_keys=[format]", "does not give it what it takes: choose"),
+        (ONE_STEP_OFF, "remax", "argument: 'reward_baselines'"),
+        (SEPARATE, "gae critic.enable=False", "values"),
+        (ONE_STEP_OFF, "tir_optimal_token_baseline", "sum_pi_squared"),
+        (FULLY_ASYNC, "remax", "argument: 'reward_baselines'"),
+        (FULLY_ASYNC, "gdpo", "gdpo_reward_keys"),
+    ],
+)
+def test_estimators_that_end_the_first_step_are_refused(mode, words, says, job):
+    (wrong,) = looked([*mode, *PULL, *job, *f"algorithm.adv_estimator={words}".split()]).wrong
+    assert words.split()[0] in wrong and says in wrong
+
+
+def test_estimators_that_have_what_they_take_are_fine(job):
+    """The control."""
+    for name in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk"):
+        with stock._quiet():
+            stock._estimator(composed([*SEPARATE, *PULL, *job, f"algorithm.adv_estimator={name}"]))
+    actor = ("actor_rollout_ref.actor.calculate_sum_pi_squared=True", "+algorithm.gdpo_reward_keys=[format]")
+    for name in ("optimal_token_baseline", "gdpo", "gae"):
+        with stock._quiet():
+            stock._estimator(composed([*FULLY_ASYNC, *PULL, *job, f"algorithm.adv_estimator={name}", *actor]))
+
+
 @pytest.mark.parametrize("name", ["fsdp2", "megatron", "veomni"])
 def test_strategies_of_verl_are_not_refused_where_their_packages_are_not_installed(name, job):
     outlook = Outlook()
