@@ -17,7 +17,7 @@ from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.core.options import Need, gigabytes
 from tensorhub_plugins.verl import config
 from tensorhub_plugins.verl.config import BACKEND, FLEET, MERGE, ROLLOUT, ROUTER, WAY_OUT, WHERE, Options
-from tensorhub_plugins.verl.versions import reported_as
+from tensorhub_plugins.verl.versions import check_pieces, reported_as
 from tensorhub_plugins.vllm import drafts
 from tensorhub_plugins.vllm.outlook import (
     BESIDE,
@@ -154,6 +154,7 @@ def check(root: Any) -> tuple[Options, Outlook]:
     if get(rollout, "name") == ROLLOUT:
         outlook.ask(check_parallel, rollout)
         outlook.ask(check_engine_kwargs, rollout)
+        outlook.ask(check_pieces, options, rollout)
         outlook.said.append(
             f"pull mode: each of {count(engines_of(root).number, 'engine')} fetches every version by itself, while it "
             "generates"

@@ -18,7 +18,7 @@ from tensorhub_plugins.verl import checks, gpu_reservation, worker_stub
 from tensorhub_plugins.verl import config as configuration
 from tensorhub_plugins.verl.engine import SpareServer, TensorHubServer
 from tensorhub_plugins.verl.launcher import COLOCATED, VerlLauncher
-from tensorhub_plugins.verl.versions import reported_as
+from tensorhub_plugins.verl.versions import check_pieces, reported_as
 from tensorhub_plugins.vllm.ray import fleet
 
 
@@ -48,6 +48,7 @@ class TensorHubReplica(vLLMReplica):
         configuration.check_vllm(options)
         checks.check_parallel(config)
         checks.check_fleet(options, config)
+        check_pieces(options, config)
         self._root, self._options, self._groups = config._get_root(), options, groups
         if checks.check_adapter(self._root, options) and self.config.load_format == "dummy":
             self.config.load_format = "auto"  # no version holds them

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tensorhub_plugins.core import step_of
+from tensorhub_plugins.core import UsageError, step_of
+from tensorhub_plugins.verl.config import WHERE, Options
 from tensorhub_plugins.vllm.engine.spans import Span
 
 
@@ -48,6 +49,17 @@ def reported_as(choice: str, rollout: Any) -> str:
     v1 = _group(trainer.get("v1"))
     understands = trainer.get("use_v1", True) and v1.get("trainer_mode") in ("separate_async", "colocate_async")
     return "split" if understands else "oldest"
+
+
+def check_pieces(options: Options, rollout: Any) -> None:
+    """Refuse options by which answers that were broken off go to a client that takes the part for the whole."""
+    pieces = {"pause_mode": "abort", "spans": "split"}
+    given = [f"{WHERE}.{name}={value}" for name, value in pieces.items() if getattr(options, name) == value]
+    if given and reported_as("auto", rollout) != "split":
+        raise UsageError(
+            f"{given[0]} hands over answers that were broken off, and verl's client in this trainer takes such a part "
+            "for the whole answer: leave it out (in fully_async, or set async_training.partial_rollout=True)"
+        )
 
 
 def _group(given: Any) -> Any:

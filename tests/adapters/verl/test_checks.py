@@ -274,6 +274,7 @@ def test_verls_trainers_that_are_refused_have_no_engines_on_gpus_of_their_own():
         ([*SEPARATE, *PULL, f"{OPTIONS}.keeep=3"], "did you mean 'keep'"),
         ([*SEPARATE, *PULL, SEPARATE[1].replace("=1", "=4")], "set trainer.v1.separate_async.parameter_sync_step=1"),
         ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.nnodes=0"], "the engines need GPUs of their own: set"),
+        ([*ONE_STEP_OFF, *PULL, f"{OPTIONS}.pause_mode=abort"], "takes such a part for the whole answer"),
         ([*SEPARATE, *STORE, f"{OPTIONS}.fleet_target=4"], "drop-in mode has a fixed number of engines: set"),
         (
             [*SEPARATE, *PULL, f"{OPTIONS}.fleet_max=4", "actor_rollout_ref.rollout.router_config_path=r"],

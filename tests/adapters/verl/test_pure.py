@@ -110,6 +110,23 @@ def test_samples_are_split_only_where_verls_client_comes_back_for_the_rest(root,
     assert versions.reported_as("oldest", verl_config(**root)) == "oldest"
 
 
+TAKES_PIECES = [
+    {"trainer": {"use_v1": True, "v1": {"trainer_mode": "separate_async"}}},
+    {"trainer": {"use_v1": False}, "async_training": {"partial_rollout": True}},
+]
+TAKES_NONE = [{"trainer": {"use_v1": False}}, {"trainer": {"use_v1": False}, "async_training": {}}]
+
+
+@pytest.mark.parametrize("given", [{"pause_mode": "abort"}, {"spans": "split"}])
+def test_no_client_of_verls_gets_pieces_that_it_takes_for_the_whole(given):
+    for root in TAKES_NONE:
+        with pytest.raises(UsageError, match=f"{next(iter(given))}=.* takes such a part for the whole answer: leave"):
+            versions.check_pieces(config.parse(given), verl_config(**root))
+        versions.check_pieces(config.parse({"pause_mode": "wait", "spans": "oldest"}), verl_config(**root))
+    for root in TAKES_PIECES:
+        versions.check_pieces(config.parse(given), verl_config(**root))
+
+
 # --- versions of a sample ---------------------------------------------------------------------------------------------
 
 
