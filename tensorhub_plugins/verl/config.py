@@ -90,8 +90,8 @@ def use_our_router(rollout: Any) -> bool:
     if theirs is not None or rollout.get("full_determinism", False):
         why = "full_determinism" if theirs is None else f"router_config_path={theirs}"
         logger.warning(
-            "rollout.%s has another router: requests are not moved away from lost replicas, and samples of several "
-            "versions are reported as of their oldest",
+            "rollout.%s has another router: requests are not moved away from lost replicas, validation does not wait "
+            "for its version, and samples of several versions are reported as of their oldest",
             why,
         )
         return False

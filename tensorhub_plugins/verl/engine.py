@@ -21,10 +21,11 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import TensorHubError, run_log, step_of
+from tensorhub_plugins.core import Deadline, TensorHubError, VersionRefused, run_log, step_of
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import config, hub
-from tensorhub_plugins.verl.routing import ReplicaLost
+from tensorhub_plugins.verl.hub import POLL_INTERVAL_S
+from tensorhub_plugins.verl.routing import NO_REPLICA_TIMEOUT_S, ReplicaLost
 from tensorhub_plugins.verl.versions import told, version_of_step
 from tensorhub_plugins.vllm.config import FollowConfig
 from tensorhub_plugins.vllm.engine import compiled
@@ -37,6 +38,7 @@ from tensorhub_plugins.vllm.ray.health import exit_on_error, own_engines
 from tensorhub_plugins.vllm.ray.hub import START_TIMEOUT_S
 from tensorhub_plugins.vllm.ray.members import Heartbeat
 from tensorhub_plugins.vllm.ray.owned import OwnedEngine
+from tensorhub_plugins.vllm.ray.replica_metrics import why_stuck
 
 logger = get_logger(__name__)
 
@@ -56,6 +58,7 @@ class TensorHubServer(vLLMHttpServer):
         self._gives_back = False  # this replica leaves the run
         self._owned: OwnedEngine | None = None  # once there is an engine
         self._launch: asyncio.Task[None] | None = None
+        self._has_router = False  # one of ours has asked
         self._joins = asyncio.Event()
         self._waits = False  # for that, as a spare
         if not self.is_spare:
@@ -138,8 +141,9 @@ class TensorHubServer(vLLMHttpServer):
     ) -> TokenOutput:
         if not self.follows:
             return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
-        if self._owned is None or not self._status.version:
-            raise ReplicaLost(f"{self.worker} has no weights yet")  # the router asks another one
+        if not self._status.version:
+            await self._first_version()
+        assert self._owned is not None
         if self._status.why_not:
             raise ReplicaLost(self._status.why_not)
         started = time.monotonic()
@@ -164,15 +168,31 @@ class TensorHubServer(vLLMHttpServer):
         run_log.record_request(self.worker, started, outcome, [step_of(version) for version, _ in spans], tokens)
         return output
 
+    async def _first_version(self) -> None:
+        """Wait for it. Raise ReplicaLost where there is a router of ours, which asks another one; a router of the
+        user's, or verl's own, would fail the sample. Raise VersionRefused where it will not come."""
+        deadline = Deadline.after(NO_REPLICA_TIMEOUT_S)
+        while not self._status.version:
+            if self._has_router or deadline.remaining() <= 0:
+                raise ReplicaLost(f"{self.worker} has no weights yet")
+            if self._status.refusal[0]:
+                raise VersionRefused(why_stuck({self.worker: self._status.refusal}))
+            self._launch_again()
+            await asyncio.sleep(POLL_INTERVAL_S)
+
     # --- health -------------------------------------------------------------------------------------------------------
 
-    async def tensorhub_heartbeat(self) -> Heartbeat:
-        """Answer the router, which asks every second. A server that Ray has started again launches its engine here."""
-        owned = self._owned
+    def _launch_again(self) -> None:
+        """Launch the engine of a server that Ray has started again."""
         if not hasattr(self, "engine") and self._launch is None:
             logger.warning("%s was started again: launching its engine", self.worker)
             self._launch = asyncio.create_task(self.launch_server())
             self._launch.add_done_callback(exit_on_error)
+
+    async def tensorhub_heartbeat(self) -> Heartbeat:
+        """Answer the router, which asks every second."""
+        owned, self._has_router = self._owned, True
+        self._launch_again()
         own: Any = {
             "worker": self.worker,
             "follows": self.follows,

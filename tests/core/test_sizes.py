@@ -24,7 +24,7 @@ CEILINGS = {
     "core/transfer": 2_007,
     "core/transports": 7_123,
     "openrlhf": 2_805,
-    "verl": 4_369,
+    "verl": 4_389,
     "vllm": 7_954,
     "vllm/doctor": 800,
     "vllm/ray/fleet": 1_730,

@@ -16,7 +16,7 @@ vllm = pytest.importorskip("vllm")
 from ray.exceptions import GetTimeoutError  # noqa: E402
 from verl.workers.rollout.replica import RolloutMode, TokenOutput  # noqa: E402
 
-from tensorhub_plugins.core import version_of  # noqa: E402
+from tensorhub_plugins.core import VersionRefused, version_of  # noqa: E402
 from tensorhub_plugins.verl import config  # noqa: E402
 
 with pytest.MonkeyPatch.context() as patch:  # verl looks for a package of this name, and vLLM's for the CPU has another
@@ -100,10 +100,30 @@ def test_an_answer_whose_versions_cannot_be_told_is_asked_elsewhere(monkeypatch:
 
 def test_a_replica_without_weights_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     one = server(monkeypatch)
-    one._owned.status = Status()
+    one._owned.status, one._has_router = Status(), True
     with pytest.raises(ReplicaLost, match="no weights yet"):
         ask(one)
     assert not one.names
+
+
+async def test_where_no_router_of_ours_asks_it_waits_for_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router of the user's, or verl's own, asks no other replica: the sample would be lost, or the run end."""
+    one = server(monkeypatch)
+    one.engine, one._has_router, one._owned.status = None, False, Status()
+    asked = asyncio.create_task(one.generate([7, 8], {}, "r"))
+    await asyncio.sleep(0.3)
+    assert not asked.done() and not one.names
+    one._owned.status = Status(version=3)
+    assert (await asked).token_ids == one.tokens
+    one._owned.status = Status(refusal=(1, "it has no tensor 'x'"))
+    with pytest.raises(VersionRefused, match="version 1 cannot be installed .* it has no tensor 'x'"):
+        await one.generate([7, 8], {}, "q")
+    one._owned.status = Status()
+    asked = asyncio.create_task(one.generate([7, 8], {}, "s"))  # of a server that was started again
+    await asyncio.sleep(0)
+    one._has_router = True
+    with pytest.raises(ReplicaLost, match="no weights yet"):
+        await asked
 
 
 @pytest.mark.parametrize("spans", ["split", "oldest"])
