@@ -225,7 +225,7 @@ class Handshakes:
             self._mechanism.add_done_callback(lambda _: self._wake())
         if self._mechanism is None or not self._mechanism.done():
             return None
-        found = self._why(has_secret=self._mechanism.exception() is None and self._mechanism.result() == "CURVE")
+        found = None if self._mechanism.exception() else self._why(self._mechanism.result())
         self._mechanism = None
         is_new = found is not None and found != self.shut_out
         self.shut_out = found or self.shut_out
@@ -241,18 +241,18 @@ class Handshakes:
             return self._closed_times >= CLOSED_TIMES and now - self._closed_first >= CLOSED_S
         return True
 
-    def _why(self, *, has_secret: bool) -> str | None:
-        if self._keys is not None and has_secret:
+    def _why(self, mechanism: str | None) -> str | None:
+        if self._keys is not None and mechanism == "CURVE":
             return (
                 f"the hub at {self._address} does not know this process's secret: it must be the one that the hub was "
                 f"started with (see {FILE_VARIABLE} and {SECRET_VARIABLE})"
             )
-        if self._keys is not None:
+        if self._keys is not None and mechanism == "NULL":
             return (
                 f"the hub at {self._address} was started without a secret, and this process has one: start the hub "
                 f"with the same {FILE_VARIABLE}, or take the secret away from both"
             )
-        if has_secret:
+        if mechanism == "CURVE":
             return (
                 f"the hub at {self._address} asks for the run's secret: set {FILE_VARIABLE} to the file that it was "
                 f"started with (or {SECRET_VARIABLE})"

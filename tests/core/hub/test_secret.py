@@ -23,6 +23,7 @@ from tensorhub_plugins.core.protocol.address import new_session
 from tensorhub_plugins.core.protocol.directive import Directive
 from tensorhub_plugins.core.security import curve
 from tensorhub_plugins.core.security.keys import Keys
+from tensorhub_plugins.core.threads import Thread
 from tensorhub_plugins.core.types import Location, ShardKey
 
 KEYS, OTHER = Keys.of(b"1" * 32), Keys.of(b"2" * 32)
@@ -172,6 +173,29 @@ def test_a_secret_where_the_hub_has_none() -> None:
             pass
         with joined(plain, None):  # the control
             pass
+
+
+def test_what_closes_each_connection_is_not_said_to_be_a_hub_without_a_secret() -> None:
+    """A tunnel or a proxy does so while its hub is away; the hub without a secret above is the control."""
+
+    def close_each() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                proxy.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        Thread(target=close_each, name="proxy").start()
+        address = f"tcp://127.0.0.1:{proxy.getsockname()[1]}"
+        with pytest.raises(HubUnreachable, match="another program listens"):
+            HubLink(
+                address,
+                m.Hello("r", "m", "a", 0, 1, Location(), {}),
+                connect_timeout_s=1.5,
+                on_source_gone=lambda gone: None,
+                on_may_release=lambda effect: None,
+                keys=KEYS,
+            )
+        proxy.shutdown(socket.SHUT_RDWR)
 
 
 def test_no_hub_at_all_is_still_no_hub() -> None:
