@@ -151,11 +151,11 @@ class Strangers:
 
 
 def _peer_of(descriptor: int) -> str:
-    """Return the address at the other end; "": it is closed already."""
+    """Return the address at the other end; "": it is closed already, and another socket may have its descriptor."""
     try:
         with socket_of(descriptor) as connection:
             return str(connection.getpeername()[0]).removeprefix("::ffff:")
-    except OSError:
+    except (OSError, LookupError, TypeError):  # the latter two: a socket of another family
         return ""
 
 

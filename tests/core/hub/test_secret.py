@@ -145,6 +145,14 @@ def test_a_report_has_the_refusals_whose_events_have_come() -> None:
     context.term()
 
 
+def test_a_descriptor_that_another_kind_of_socket_has_since_ends_no_hub() -> None:
+    left, right = socket.socketpair()
+    with left, right, socket.create_server(("127.0.0.1", 0)) as listener:
+        assert curve._peer_of(left.fileno()) == ""
+        with socket.create_connection(listener.getsockname()) as peer_of_listener:
+            assert curve._peer_of(peer_of_listener.fileno()) == "127.0.0.1"  # the control
+
+
 def test_hosts_of_refused_handshakes_are_bounded() -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
