@@ -20,7 +20,7 @@ CEILINGS = {
     "core/memory": 3_785,
     "core/operations": 1_820,
     "core/protocol": 1_193,
-    "core/security": 731,
+    "core/security": 742,
     "core/transfer": 2_007,
     "core/transports": 7_123,
     "openrlhf": 2_805,

@@ -174,6 +174,7 @@ class Handshakes:
         self._redial_at: float | None = None
         self._connection: ForeignSocket | None = None
         self._mechanism: Future[str | None] | None = None  # of a hub that does not admit us
+        self._greeted = False  # with ours: what closed before may have been a proxy whose hub was still away
         self.endpoint = ""  # what ZeroMQ is connected to
         self.shut_out = ""  # why the hub does not admit us, as far as is known
         self.is_refused = False  # a connection; ZeroMQ goes on trying
@@ -216,24 +217,32 @@ class Handshakes:
             if failed:  # instead of twenty times a second; after a refusal ZeroMQ would not retry at all
                 self._redial_at = now + REDIAL_S
                 self._client.disconnect(self.endpoint)
-            elif self._redial_at is not None and now >= self._redial_at:
-                self._redial_at = None
-                self._client.connect(self.endpoint)
+        if self._redial_at is not None and now >= self._redial_at:
+            self._redial()
         if failed and self._mechanism is None:
-            endpoint = self.endpoint
-            self._mechanism = aside(lambda: mechanism_of(endpoint))
+            endpoint, ours = self.endpoint, "NULL" if self._keys is None else "CURVE"
+            self._mechanism = aside(lambda: mechanism_of(endpoint, ours))
             self._mechanism.add_done_callback(lambda _: self._wake())
         if self._mechanism is None or not self._mechanism.done():
             return None
-        found = None if self._mechanism.exception() else self._why(self._mechanism.result())
-        self._mechanism = None
+        mechanism = None if self._mechanism.exception() else self._mechanism.result()
+        is_ours, self._mechanism = self._keys is not None and mechanism == "CURVE", None
+        found = self._why(mechanism) if self._greeted or not is_ours else None
+        self._greeted = is_ours
+        if is_ours and found is None and self._redial_at is not None:
+            self._redial()  # to see whether it closes this one, too
         is_new = found is not None and found != self.shut_out
         self.shut_out = found or self.shut_out
         return found if is_new else None
 
+    def _redial(self) -> None:
+        self._redial_at = None
+        with contextlib.suppress(zmq.ZMQError):
+            self._client.connect(self.endpoint)
+
     def _has_failed(self, event: int, now: float) -> bool:
         if event == DONE:
-            self._closed_times, self.shut_out, self._mechanism = 0, "", None
+            self._closed_times, self.shut_out, self._mechanism, self._greeted = 0, "", None, False
             return False
         if event == NO_DETAIL:
             self._closed_first = self._closed_first if self._closed_times else now
@@ -265,10 +274,10 @@ class Handshakes:
         self.socket.close()
 
 
-def mechanism_of(address: str) -> str | None:
+def mechanism_of(address: str, ours: str = "") -> str | None:
     """Return how the ZeroMQ socket at this address authenticates its peers, "CURVE" or "NULL", by the first bytes of
-    its greeting (ZMTP 3); None: it sends no such greeting. The hub notes it as a handshake that it has refused: those
-    of ZeroMQ end unseen where this end was first to see that the mechanisms differ."""
+    its greeting (ZMTP 3); None: it sends no such greeting. Unless that is `ours`, the hub notes it as a handshake that
+    it has refused: those of ZeroMQ end unseen where this end was first to see that the mechanisms differ."""
     deadline = time.monotonic() + PROBE_S
     with contextlib.suppress(OSError), socket.create_connection(parse_address(address, "tcp"), PROBE_S) as probe:
         probe.sendall(SIGNATURE)
@@ -280,6 +289,8 @@ def mechanism_of(address: str) -> str | None:
         if len(greeting) < MECHANISM.stop or greeting[:1] != SIGNATURE[:1]:
             return None
         mechanism = greeting[MECHANISM].rstrip(b"\0")
+        if mechanism == ours.encode():
+            return ours
         with contextlib.suppress(OSError):
             other = b"CURVE" if mechanism == b"NULL" else b"NULL"
             probe.sendall(b"\0" + other.ljust(GREETING_BYTES - len(SIGNATURE) - 1, b"\0"))

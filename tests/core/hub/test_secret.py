@@ -6,6 +6,8 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
@@ -204,6 +206,34 @@ def test_what_closes_each_connection_is_not_said_to_be_a_hub_without_a_secret() 
                 keys=KEYS,
             )
         proxy.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.slow
+def test_a_hub_that_starts_behind_a_proxy_is_not_said_to_have_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy closed each connection until then; `test_a_stranger_hears_why_within_seconds` is the control."""
+    look, hubs = curve.mechanism_of, contextlib.ExitStack()
+    proxy = hubs.enter_context(socket.create_server(("127.0.0.1", 0)))
+    address = f"tcp://127.0.0.1:{proxy.getsockname()[1]}"
+
+    def start_and_look(address: str, *ours: str) -> str | None:
+        proxy.shutdown(socket.SHUT_RDWR)
+        proxy.close()
+        server.append(hubs.enter_context(start_server(address, keys=KEYS)))
+        return look(address, *ours)
+
+    def close_each() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                proxy.accept()[0].close()
+
+    server: list[Server] = []
+    at: Any = SimpleNamespace(address=address)
+    monkeypatch.setattr(curve, "mechanism_of", start_and_look)
+    with hubs:
+        Thread(target=close_each, name="proxy").start()
+        with joined(at, KEYS):
+            assert len(server) == 1
+            assert fetch_status(address, keys=KEYS)["refused_hosts"] == []
 
 
 def test_no_hub_at_all_is_still_no_hub() -> None:
