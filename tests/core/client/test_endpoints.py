@@ -198,7 +198,7 @@ def test_a_source_that_cuts_off_what_it_has_served_leaves_its_endpoint_as_it_was
             yield segment
             if count == 1 and not ended:
                 ended.append(link.peer)
-                for each in next(iter(read.trainer._transports.values()))._server._connections:
+                for each in list(next(iter(read.trainer._transports.values()))._server._connections):
                     each.cut()
 
     monkeypatch.setattr(TcpLink, "_transfer", ends)
