@@ -185,16 +185,17 @@ def test_a_secret_where_the_hub_has_none() -> None:
             pass
 
 
+def close_each(proxy: socket.socket) -> None:
+    """Close what connects, as a tunnel or a proxy does while its hub is away."""
+    with contextlib.suppress(OSError):
+        while True:
+            proxy.accept()[0].close()
+
+
 def test_what_closes_each_connection_is_not_said_to_be_a_hub_without_a_secret() -> None:
-    """A tunnel or a proxy does so while its hub is away; the hub without a secret above is the control."""
-
-    def close_each() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                proxy.accept()[0].close()
-
+    """The hub without a secret above is the control."""
     with socket.create_server(("127.0.0.1", 0)) as proxy:
-        Thread(target=close_each, name="proxy").start()
+        Thread(target=close_each, args=(proxy,), name="proxy").start()
         address = f"tcp://127.0.0.1:{proxy.getsockname()[1]}"
         with pytest.raises(HubUnreachable, match="another program listens"):
             HubLink(
@@ -221,16 +222,11 @@ def test_a_hub_that_starts_behind_a_proxy_is_not_said_to_have_another_secret(mon
         server.append(hubs.enter_context(start_server(address, keys=KEYS)))
         return look(address, *ours)
 
-    def close_each() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                proxy.accept()[0].close()
-
     server: list[Server] = []
     at: Any = SimpleNamespace(address=address)
     monkeypatch.setattr(curve, "mechanism_of", start_and_look)
     with hubs:
-        Thread(target=close_each, name="proxy").start()
+        Thread(target=close_each, args=(proxy,), name="proxy").start()
         with joined(at, KEYS):
             assert len(server) == 1
             assert fetch_status(address, keys=KEYS)["refused_hosts"] == []
